@@ -61,7 +61,7 @@ _NULL: Final = _Null()
 
 @dataclass(frozen=True)
 class Allowed:
-    """Words for what a value must be, which follow "must be". They replace those of pydantic.
+    """Describes the values that are allowed, in words that follow "must be". They replace those of pydantic.
 
     It comes last in `Annotated`, after the constraints. What is wrong inside of the value keeps its own words.
     """
@@ -208,8 +208,10 @@ def join_path(path: SettingPath) -> str:
 
 
 def _kept(found: ErrorDetails) -> PydanticCustomError:
-    """Returns an error as it can be raised again. The names that are known stay with it, and the nearest is only
-    looked for where it is shown."""
+    """Returns an error as it can be raised again.
+
+    The names that are known stay with it, and the nearest is only looked for where it is shown.
+    """
     if found["type"] == _UNKNOWN:
         return PydanticCustomError(_UNKNOWN, "unknown", found.get("ctx"))
     return _in_words(describe_setting_error(found))

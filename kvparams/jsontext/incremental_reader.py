@@ -391,7 +391,7 @@ class IncrementalReader:
         return found
 
     def _ended(self, container: OpenContainer) -> None:
-        """The part of a container that it belongs to has ended, too."""
+        """Handles the end of a container: the member that it is the value of ends, too."""
         receiver, name = container.receiver, container.name
         if name is not None and receiver is not None and receiver.spans is not None:
             receiver.spans[name] = MemberSpan(container.start, container.value, self.at)

@@ -1,6 +1,6 @@
-"""Errors in what an operator wrote: all of them at once, each with its place.
+"""Errors in an operator's configuration, reported together and each with its location.
 
-A message names members and says what to do; it never repeats a value that may be a secret.
+A message names members and says what to do. It never repeats a value that may be a secret.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _SHOWN: Final = 20
 
 
 class ConfigError(ValueError):
-    """An operator wrote something that cannot be used. `problems` are sentences, each beginning with where it stands."""
+    """The configuration cannot be used. `problems` are sentences, each beginning with its location."""
 
     def __init__(self, problems: tuple[str, ...]) -> None:
         super().__init__("; ".join(problems))
@@ -37,7 +37,7 @@ class ConfigProblems:
         return bool(self._found)
 
     def add(self, where: str, what: str) -> None:
-        """`where` is a path such as `instances[2].url`; empty when it is about the whole."""
+        """Adds a problem. `where` is a path such as `instances[2].url`, or empty for the whole configuration."""
         if len(self._found) < _SHOWN:
             self._found.append(f"{where}: {what}" if where else what)
         else:
@@ -64,7 +64,7 @@ class ConfigProblems:
             self.add(place, describe_setting_error(one))
 
     def raise_if_any(self) -> None:
-        """Raise `ConfigError` with what was found, if anything was."""
+        """Raises `ConfigError` with the problems, if there are any."""
         if self._found:
             raise ConfigError((*self._found, f"and {self._more} more") if self._more else tuple(self._found))
 

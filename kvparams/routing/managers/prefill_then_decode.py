@@ -197,8 +197,9 @@ class PrefillThenDecode:
     def _may_try_another(
         self, state: AttemptState, speech: Dialect, prefill: Instance, decode: Instance, failure: LegFailed
     ) -> bool:
-        """Returns whether another decode instance may fetch the same KV after this one has failed; otherwise prefill
-        follows again.
+        """Returns whether another decode instance may fetch the same KV after a failure.
+
+        Otherwise prefill follows again.
 
         Raises:
             LegFailed: no other attempt follows.

@@ -9,6 +9,6 @@ T = TypeVar("T")
 
 
 def rotate_candidates(candidates: Sequence[T], turn: int) -> Sequence[T]:
-    """Yields each candidate once, beginning with another one each turn. `min` of this takes the first of equals."""
+    """Returns each candidate once, beginning with another one each turn. `min` of this takes the first of equals."""
     first = turn % len(candidates)
     return (*candidates[first:], *candidates[:first]) if first else candidates

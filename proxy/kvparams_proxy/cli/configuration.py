@@ -1,7 +1,7 @@
-"""From the command line and the fleet file to `Settings`: layered, checked, and everything wrong said at once.
+"""Builds the configuration from the command line and the fleet file, and reports all errors at once.
 
-A flag goes before the file, the file before the default. The one rule: what is started was checked completely; after
-this nothing about the settings can fail.
+A flag goes before the file, the file before the default. Settings are checked completely here; none can fail after the
+start.
 """
 
 import argparse
@@ -47,7 +47,7 @@ __all__ = ["Configuration", "build_configuration"]
 
 
 class Configuration(NamedTuple):
-    """The checked configuration of a proxy that is about to start."""
+    """Describes the server to start: its settings, address, instances and the problems to report."""
 
     settings: Settings
     host: str
@@ -60,7 +60,7 @@ class Configuration(NamedTuple):
 
 
 def build_configuration(arguments: argparse.Namespace) -> Configuration:
-    """Read what was asked for. Blocks: it reads the files that are named.
+    """Builds the configuration. Blocks: it reads the files that are named.
 
     Raises:
         ConfigError: with everything that is wrong.
@@ -156,14 +156,14 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
 
 
 def _modes(options: ProxyOptions, provider: FleetFileProvider | None) -> tuple[ManagerMode, ...]:
-    """A flag goes before the file."""
+    """Returns the modes: those of the flag, or else those of the file."""
     if options.mode is not None:
         return (options.mode,)
     return provider.document.modes if provider is not None and provider.document.modes else DEFAULT_MODES
 
 
 def _flags(arguments: argparse.Namespace, rules: SpecRules, problems: ConfigProblems) -> ProxyOptions:
-    """The flags that were given; those that cannot be used are problems and left out."""
+    """Returns the flags that were given. Invalid ones are added to the problems and left out."""
     given = {option.name: option.parse_flag(getattr(arguments, option.attribute)) for option in OPTIONS}
     given = {name: value for name, value in given.items() if value is not None}
     try:
@@ -204,7 +204,7 @@ def _rules(arguments: argparse.Namespace, static: StaticFleet, problems: ConfigP
 
 
 def _selector(role: Role, text: str, problems: ConfigProblems) -> LabelSelector:
-    """Parses `label=value,label=value`; a label that is given twice may have either value."""
+    """Parses `label=value,label=value` into a selector. A label that is repeated may have either value."""
     wanted: dict[str, frozenset[str]] = {}
     for pair in text.split(","):
         label, _, value = pair.strip().partition("=")
@@ -220,7 +220,7 @@ def _selector(role: Role, text: str, problems: ConfigProblems) -> LabelSelector:
 def _entries(
     arguments: argparse.Namespace, static: StaticFleet, rules: SpecRules, problems: ConfigProblems
 ) -> tuple[InstanceSpec, ...]:
-    """The engines that flags name."""
+    """Returns the fleet entries for the engines that flags name."""
     entries: list[InstanceSpec] = []
     bootstraps = _bootstraps(arguments, rules, problems)
     for role in Role:
@@ -254,7 +254,7 @@ def _entries(
 
 
 def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: ConfigProblems) -> dict[str, str]:
-    """Returns the bootstrap servers that flags name, by the name of their engine."""
+    """Parses the bootstrap server URLs given by flags, keyed by engine name."""
     found: dict[str, str] = {}
     for text in cast("Sequence[str]", arguments.bootstrap):
         name, _, url = text.partition("=")
@@ -324,7 +324,7 @@ def _tokenizers(options: ProxyOptions, problems: ConfigProblems) -> TokenizersBy
 
 
 def _policy(options: ProxyOptions, tokenizers: TokenizersByModel) -> tuple[str, list[str]]:
-    """The policy that is named, or the one that is best where nobody has named one; and what is to be said of it."""
+    """Returns the named policy or the best default, with notes for the operator."""
     if options.policy is not None or not tokenizers:
         return options.policy or "round_robin", []
     if any(find_spec(name) is None for name in ("numpy", "msgspec")):

@@ -1,5 +1,4 @@
-"""The flags of vLLM production-stack's router, as other names for ours: its command line for disaggregated prefill with
-static discovery works here.
+"""Accepts the flags of vLLM production-stack's router: its command line for static disaggregated prefill works here.
 
 Flags that are accepted have the same meaning here. Flags without meaning here are reported, and flags that cannot be
 honored are refused. Source: production-stack 0.1.13, `src/vllm_router/parsers/parser.py`.

@@ -1,4 +1,4 @@
-"""`kvparams proxy`: the global proxy from the command line."""
+"""`kvparams proxy` starts the global proxy from the command line."""
 
 import argparse
 import asyncio
@@ -63,7 +63,7 @@ class ProxyCommand:
     summary = "Put a proxy in front of prefill and decode engines."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Adds one argument for each setting, and those that name engines."""
+        """Adds an argument for each setting, and those that name engines."""
         parser.epilog = _EXAMPLE
         engines = parser.add_argument_group("engines")
         for role in Role:
@@ -79,7 +79,7 @@ class ProxyCommand:
         production_stack_flags.add_production_stack_flags(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Serve until told to stop."""
+        """Serves until told to stop."""
         asked = load_configuration("proxy", arguments)
         if asked is None:
             return 2
@@ -90,7 +90,7 @@ class ProxyCommand:
 
 
 def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
-    """Adds the flags that describe engines, beside their names."""
+    """Adds the flags that describe engines beyond their URLs."""
     group.add_argument(
         "--config",
         metavar="FILE",
@@ -142,7 +142,7 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignor
 
 
 def add_option_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
-    """Adds one flag for each setting, except those that a command decides itself."""
+    """Adds a flag for each setting, except those that a command decides itself."""
     groups: dict[str, argparse._ArgumentGroup] = {}  # pyright: ignore[reportPrivateUsage]
     for option in OPTIONS:
         if option.name in without:
@@ -154,7 +154,7 @@ def add_option_flags(parser: argparse.ArgumentParser, without: Collection[str] =
 
 
 def load_configuration(command: str, arguments: argparse.Namespace) -> Configuration | None:
-    """Returns the configuration that was asked for; None where it is wrong, after saying so."""
+    """Loads the configuration. Returns None if it is invalid, after printing the reason."""
     logging.basicConfig(level=logging.WARNING, handlers=[LineWriterHandler(LineWriter(_STDERR))])
     logging.getLogger("kvparams_proxy").setLevel(logging.INFO)  # that an engine is well again has to be seen, too
     raise_descriptor_limit()
@@ -174,7 +174,7 @@ def run_server(
     check: bool = False,
     make: Callable[[Settings], Starlette] = create_app,
 ) -> int:
-    """Serve what `make` makes until told to stop, or only look at the engines; the exit status."""
+    """Serves the app that `make` makes until told to stop, or only checks the engines. Returns the exit status."""
     if check:
         return asyncio.run(_check(command, asked))
     app = make(asked.settings)
@@ -197,7 +197,7 @@ def run_server(
 
 
 async def _check(command: str, asked: Configuration) -> int:
-    """Look at all engines; the exit status."""
+    """Checks all engines and returns the exit status."""
     settings = asked.settings
     given = [spec_of(instance, settings.spec_rules) for instance in settings.instances]
     entries = [*given, *asked.entries[len(given) :]]  # those of the file have been read with their keys
@@ -212,7 +212,7 @@ async def _check(command: str, asked: Configuration) -> int:
 
 
 def _add(group: "argparse._ArgumentGroup", option: Option) -> None:  # pyright: ignore[reportPrivateUsage]
-    """The flag of one setting. Not given is None: then the fleet file has its say."""
+    """Adds the flag of one setting. Its default is None, so that the fleet file can set the value."""
     flag = option.flag
     text = option.help if flag.known is None else f"{option.help}: {', '.join(flag.known())}"
     if not flag.metavar:

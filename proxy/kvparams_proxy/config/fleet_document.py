@@ -112,7 +112,7 @@ class FleetFile(SettingsModel):
 
 @dataclass(frozen=True, slots=True)
 class FleetDocument:
-    """The checked contents of a fleet file."""
+    """The parsed content of the fleet file."""
 
     settings: ProxyOptions
     rules: SpecRules

@@ -2,7 +2,7 @@
 
 It is watched by looking at it: no library, and it works where files are replaced, linked or on a network. A version is
 read once it has stood still for one look, so a file that is being written is not taken for a smaller fleet. The keys
-and certificates that it names are watched with it. The one rule: a version that cannot be used changes nothing.
+and certificates that it names are watched with it. A version that cannot be used changes nothing.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class _FileState(NamedTuple):
-    """The identity of a file's contents; other contents have another one."""
+    """The state of a file. Another content has another state."""
 
     device: int
     inode: int

@@ -277,7 +277,7 @@ class ProxyOptions(
     _ClientOptions,
     _ListenOptions,
 ):
-    """Holds all options of the proxy. pydantic orders the fields from the last base to the first."""
+    """The options of the proxy. Pydantic orders the fields from the last base to the first."""
 
     def override(self, flags: "ProxyOptions") -> "ProxyOptions":
         """Returns these settings with those that `flags` sets in their place."""
@@ -288,7 +288,7 @@ OPTION_GROUPS: Final[tuple[type[_OptionGroup], ...]] = tuple(reversed(ProxyOptio
 
 
 class Option(NamedTuple):
-    """An option is one setting, with its flag and its place in the fleet file."""
+    """An option of the proxy."""
 
     name: str
     """Of the flag, without dashes before it, and in the file."""

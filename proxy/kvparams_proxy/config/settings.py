@@ -48,7 +48,7 @@ def default_spec_rules() -> SpecRules:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Holds the settings that an operator decides."""
+    """The settings that an operator decides."""
 
     instances: tuple[Instance, ...]
     """The engines that are given here; providers and the admin API may name more."""

@@ -1,6 +1,6 @@
 """The proxy's signatures: which file of keys, for which pool, and keys that change while it runs.
 
-The one rule: with a file of keys no leg leaves without a signature; what cannot be signed is not sent.
+With a file of keys no leg leaves without a signature; a leg that cannot be signed is not sent.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 class SigningSettings(NamedTuple):
-    """Holds the settings of signing that an operator decides."""
+    """The signing settings that an operator decides."""
 
     keys_file: Path
     """The file (`kvparams signing-keys`)."""
@@ -42,8 +42,10 @@ class ReloadingSigner:
         self.signer: Final = Signer(self._keys.keyring, signing.audience, now)
 
     def reload_if_changed(self) -> None:
-        """Take the keys of the file, if it has changed. What is wrong with it is logged, once. May be called in a
-        thread of its own: the keys change all at once."""
+        """Reloads the keys if their file has changed.
+
+        An error is logged once. May be called in a thread of its own: the keys change all at once.
+        """
         try:
             if self._keys.reload_if_changed():
                 self.signer.use_keyring(self._keys.keyring)

@@ -47,7 +47,7 @@ _NOT_REMOTE: Final = "is not taken over the network; put it into `defaults` of t
 
 
 class CredentialMembers(SettingsModel):
-    """Names the files of the key and the certificates for an engine."""
+    """The members that name the places of an engine's key and certificates."""
 
     key_file: Annotated[FilePath | None, Field(description="file with the engine's API key")] = None
     key_env: Annotated[

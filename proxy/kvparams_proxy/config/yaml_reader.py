@@ -35,7 +35,7 @@ DocumentPath = tuple[str | int, ...]
 
 
 class YAMLDocument(NamedTuple):
-    """A YAML document is the value of a text, and the line of every path in it."""
+    """The parsed content of a YAML text."""
 
     value: object
     lines: Mapping[DocumentPath, int]

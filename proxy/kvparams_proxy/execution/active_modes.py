@@ -27,7 +27,8 @@ class ActiveModes:
     """The active modes of one proxy."""
 
     def __init__(self, modes: Sequence[ManagerMode], signer: Signer | None = None) -> None:
-        """
+        """Creates the managers of these modes.
+
         Raises:
             PluginError: a manager is not registered, or cannot be loaded.
             ValueError: an option of one is wrong, or they are no choice; see `ModeSelector`.

@@ -33,7 +33,8 @@ class ClientResponse:
         *,
         expose_route: bool,
     ) -> None:
-        """
+        """Creates the response; nothing is sent yet.
+
         Args:
             downstream: the client.
             endpoint: how its streams look.

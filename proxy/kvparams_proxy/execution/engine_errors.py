@@ -49,8 +49,11 @@ def reported_engine_error(
     *,
     own_key: bool = True,
 ) -> ProxyError:
-    """The same of an error object; `sent` is the client's body: what stands in it is no secret. `own_key`: the engine
-    was shown a key of ours, or none, and not the client's."""
+    """Translates an engine's error object into an error for the client.
+
+    `sent` is the client's body, whose content is no secret. `own_key`: the engine was shown a key of ours, or none, and
+    not the client's.
+    """
     message, param = error.get("message"), error.get("param")
     failed = ProxyError(502, "upstream_error", f"the {role} engine answered {status}", code=f"{role}_failed")
     failed.detail = message if isinstance(message, str) else None

@@ -82,7 +82,8 @@ class EngineResponse:
         return self._document
 
     def raise_if_invalid(self) -> None:
-        """
+        """Raises the error that reading the response in steps has found, if any.
+
         Raises:
             JSONTextError: it was read in steps, and is not a JSON object, or none that can be used.
         """

@@ -82,7 +82,8 @@ class Execution:
         done: Callable[[], None] | None = None,
         trace: TraceContext | None = None,
     ) -> None:
-        """
+        """Creates the execution; `run` starts it.
+
         Args:
             resources: what executions share.
             manager: makes the plan.

@@ -158,8 +158,10 @@ class KVReleaser:
         return next((instance for instance in here if instance.id == id and instance.url == url), None)
 
     def _anyone(self, role: Role, held: AbandonedKV) -> Instance | None:
-        """The least busy of those that may be paired with the producer, speak its dialect and serve the model; one that
-        is suspected, where nobody else is left."""
+        """Returns the least busy instance that can take the release, suspected only if no other is left.
+
+        It must speak the producer's dialect, serve the model, and be able to be paired with the producer.
+        """
         model, producer = held.inbound.facts.model, held.lease.producer
         able = [
             member

@@ -172,9 +172,11 @@ def _failure(
 
 
 def _report_busy(role: str, status: int, retry_after: bytes, refused: ProxyError) -> bool:
-    """Returns whether an engine has said that it has no room now: another may have. Then `refused`, which is for the
-    client, is made to say so too, and when it is worth asking again. A date in `retry_after` is not read: the engine's
-    clock need not be this machine's."""
+    """Returns whether an engine has said that it has no room now: another may have.
+
+    Then `refused`, which is for the client, is made to say so too, and when it is worth asking again. A date in
+    `retry_after` is not read: the engine's clock need not be this machine's.
+    """
     if status == 503:
         refused.status, refused.kind, refused.code = 503, "service_unavailable", f"{role}_busy"
         refused.message = f"the {role} engine answered 503; try again later"

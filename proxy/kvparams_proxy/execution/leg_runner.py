@@ -83,7 +83,8 @@ class LegRunner:
         recorder: StreamRecorder | None,
         route: list[Instance],
     ) -> None:
-        """
+        """Creates the runner; no leg runs yet.
+
         Args:
             owner: hears how legs end.
             resources: what executions share.
@@ -170,8 +171,11 @@ class LegRunner:
     # the client and the clock
 
     def client_gone(self) -> None:
-        """Aborts whatever runs for the client, now. If a prefill leg may just have ended, with KV that only its answer
-        names, the answer is still read where it is on its way: to give the KV back."""
+        """Aborts all legs that run for the client.
+
+        If a prefill leg may just have ended, with KV that only its answer names, the answer is still read where it is
+        on its way: to give the KV back.
+        """
         self.client_is_gone = True
         running = self._running
         exchange = None if running is None else running.exchange
@@ -230,8 +234,11 @@ class LegRunner:
         self._settle(self._end_leg(), head, answer, error, None)
 
     def _decode_answered(self, head: ResponseHead, answer: EngineResponse, error: UpstreamError | None) -> None:
-        """The same of a leg beside which its prefill runs: an answer is held until that has ended well. Anything else
-        is not held: its engine may never have met the prefill that would be waited for."""
+        """Handles the answer of a decode leg beside which its prefill leg runs.
+
+        A valid answer is held until prefill has ended well. Anything else is not held: its engine may never have met
+        the prefill that would be waited for.
+        """
         if error is None and head.status == 200 and self._prefill is not None and answer.has_choice:
             self._prefill.held_decode_response = head, answer
         else:
@@ -365,8 +372,10 @@ class LegRunner:
         prefill.end()
 
     def end_complete_stream(self) -> bool:
-        """Ends a leg whose client has the last event already: to the relay its stream has ended well. Returns false
-        where there is none."""
+        """Ends a leg whose client has the last event already.
+
+        To the relay its stream has ended well. Returns false where there is none.
+        """
         running = self._running
         if running is None or running.exchange is None or running.relay is None or not running.relay.complete:
             return False

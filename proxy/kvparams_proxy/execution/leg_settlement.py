@@ -40,7 +40,8 @@ class LegSettlement:
         corrections: ResponseCorrector,
         recorder: StreamRecorder | None,
     ) -> None:
-        """
+        """Creates the settlement of one request's legs.
+
         Args:
             resources: what executions share.
             context: what the request holds.
@@ -203,8 +204,10 @@ class LegSettlement:
         return _ANSWERED
 
     def _kv_source(self, leg: Leg, head: ResponseHead, beside: RunningLeg | None) -> Instance | None:
-        """Returns the prefill instance whose KV a failed leg was to fetch, if the leg has failed before its first byte:
-        then that may be why."""
+        """Returns the prefill instance whose KV a leg was to fetch that failed before its first byte.
+
+        The KV may be the reason for the failure.
+        """
         begun = self._context.life.answering and (leg.resume_from is None or head.status == 200)
         if not leg.answers_client or begun:
             return None

@@ -50,7 +50,8 @@ class PlanContext:
         upstream_headers: bytes,
         authorization: bytes | None,
     ) -> None:
-        """
+        """Creates the state of a request that has sent no leg.
+
         Args:
             resources: what executions share.
             endpoint: the request's.

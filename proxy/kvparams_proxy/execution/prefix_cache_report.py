@@ -16,8 +16,10 @@ __all__ = ["report_prefill_response", "report_stream_usage"]
 
 
 def report_prefill_response(prefixes: "PrefixCacheModel", account: RequestRecord, answer: EngineResponse) -> None:
-    """Reports a whole answer, and keeps in the request's account why the leg went where it did, unless the answer is an
-    error or not JSON."""
+    """Reports a whole answer, unless it is an error or not JSON.
+
+    The request's account keeps the reasons for the leg's routing.
+    """
     try:
         document = answer.document
     except JSONTextError:  # whoever owns the request finds out what is wrong with it

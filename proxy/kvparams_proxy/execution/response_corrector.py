@@ -225,7 +225,8 @@ def prompt_tokens_details(answer: Mapping[str, object]) -> object:
 
 
 def require_complete_event(event: bytes) -> None:
-    """
+    """Requires that an event is complete.
+
     Raises:
         JSONTextError: it is cut off: neither JSON nor the last one.
     """
@@ -235,7 +236,8 @@ def require_complete_event(event: bytes) -> None:
 
 
 def require_no_error(events: bytes) -> None:
-    """
+    """Requires that no event is an error.
+
     Raises:
         JSONTextError: one that should be is no JSON object.
         UpstreamError: there are too many of them.

@@ -197,8 +197,10 @@ def _own_member_changes(
 
 
 def strip_private_members(raw: bytes) -> bytes:
-    """JSON text without members that say where KV or engines are, at any depth; every other byte stays. Returned as it
-    is, the same object, where there are none."""
+    """Returns JSON text without members, at any depth, that reveal KV or engines.
+
+    Every other byte stays. The result is the same object where there are none.
+    """
     if max(map(raw.find, _HINTS)) < 0:
         return raw
     member = _MEMBER.search(raw)
@@ -259,8 +261,10 @@ def locate_members(
 
 
 def place(raw: bytes, document: Mapping[str, object], name: str, allowance: Allowance | None = None) -> MemberSpan:
-    """Returns where the member `name` of the object `raw` stands, without a walk where it is written as we would write
-    it. `document` is what `raw` parses to, and has that member.
+    """Returns the span of the member `name` of the object `raw`.
+
+    It needs no walk where the member is written as we would write it. `document` is what `raw` parses to, and has that
+    member.
 
     Raises:
         UpstreamError: the allowance is used up.

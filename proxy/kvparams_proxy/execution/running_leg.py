@@ -51,7 +51,8 @@ class RunningLeg:
         on_fault: Callable[[Exception], None],
         batcher: TurnBatcher | None,
     ) -> None:
-        """
+        """Creates the leg; its exchange has not begun.
+
         Args:
             leg: which one.
             resources: what executions share.
@@ -75,12 +76,14 @@ class RunningLeg:
 
     @property
     def is_being_read(self) -> bool:
-        """Returns True while a long answer is being read."""
+        """True while a long response is being parsed."""
         return self._parse is not None and not self._parse.is_finished
 
     def collected(self, head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:
-        """The leg has ended, and its answer is whole if there is one. A long one is read before `on_answer` hears of
-        it; a short one is acted on beside others of its kind."""
+        """Handles the end of a leg whose complete answer is wanted.
+
+        A long answer is parsed before `on_answer` hears of it. A short one is handled in a batch with others.
+        """
         if error is None and head.status == 200 and len(raw) > LONG_RESPONSE_BYTES:
             self.read(raw, head)
         elif error is None and self.batcher is not None:
@@ -89,8 +92,10 @@ class RunningLeg:
             self.on_answer(head, EngineResponse(raw), error)
 
     def read(self, raw: bytes, head: ResponseHead) -> None:
-        """Reads a long answer in steps, unless the leg is given up meanwhile. `on_answer` hears of it, at once if there
-        is time."""
+        """Reads a long answer in steps, unless the leg is given up meanwhile.
+
+        `on_answer` hears of it, at once if there is time.
+        """
         done = self.on_answer
 
         def finish(answer: EngineResponse) -> None:
@@ -118,7 +123,7 @@ class RunningLeg:
             self.exchange.abort(error)
 
     def end(self) -> None:
-        """The leg is over, however it went: its load is given back."""
+        """Ends the leg and releases the load of its instance."""
         if self._parse is not None:
             self._cancel_parse()
         del self.on_answer  # it knows of this leg
@@ -127,7 +132,7 @@ class RunningLeg:
         self._resources.metrics.leg_ended(self.leg.instance, perf_counter() - self._began_s)
 
     def discard(self) -> None:
-        """The request is over: the engine must not go on alone."""
+        """Discards the leg when its request is over, so that the engine does not go on."""
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.discard()
@@ -159,5 +164,5 @@ class ConcurrentPrefill(RunningLeg):
         """Decode's whole answer, where it is here already."""
 
     def expire(self) -> None:
-        """For `Deadlines`: the leg takes too long."""
+        """Ends a prefill leg that takes too long; `Deadlines` calls it."""
         self.abort(UpstreamTimeout(LEG_TIMEOUT_REASON))

@@ -111,15 +111,16 @@ class StreamRecorder:
         return _event({**_members(template), "choices": [], "usage": usage}) + b"data: [DONE]\n\n"
 
     def mark_resumed(self) -> None:
-        """Another engine goes on from `progress()`."""
+        """Notes that another engine goes on from `progress()`."""
         self._read()
         self.resumed = True
         self._unsaid.clear()
         self._base = len(self._answer)
 
     def events(self, raw: bytes, whole: bytes | None = None) -> bytes:
-        """Whole events of the engine: recorded, and as the client is to have them. `whole` are the same events as they
-        came, where long lists were cut out of `raw`.
+        """Records whole events of the engine, and returns them in the client's form.
+
+        `whole` are the same events as they came, where long lists were cut out of `raw`.
 
         Raises:
             JSONTextError: an event is not what it should be: one that was cut off, or any of an engine that goes on.

@@ -66,8 +66,11 @@ class StreamRelayObserver(Protocol):
     def stream_ended(
         self, head: ResponseHead, whole: bytes, error: UpstreamError | None, sent_bytes: int, sent_events: int
     ) -> None:
-        """The answer is complete, or will never be. `whole` is the body of one that is no stream; of one that is, the
-        client was sent so many bytes, and so many events with content."""
+        """Hears that the answer is complete, or will never be.
+
+        `whole` is the body of one that is no stream. Of a stream, the client was sent so many bytes, and so many events
+        with content.
+        """
         ...
 
 
@@ -117,7 +120,8 @@ class StreamRelay:
         *,
         gated: bool = False,
     ) -> None:
-        """
+        """Creates the relay of one answer.
+
         Args:
             downstream: the client.
             headers: whole lines that it gets beside content-type.
@@ -241,7 +245,8 @@ class StreamRelay:
         return self._streaming and bool(self._begins(self._held))
 
     def _send(self, events: bytes) -> None:
-        """
+        """Sends whole events, corrected, to the client.
+
         Raises:
             JSONTextError: an event is not what it should be.
             UpstreamError: examining the events would take too long.
@@ -326,8 +331,10 @@ class StreamRelay:
             self.last_content_s = self._clock.coarse_time_s
 
     def _respelled(self, corrected: bytes) -> int:
-        """Returns how many of these events have content, spelled as it was not before; from then on all are counted
-        here. In a stream of `/v1/responses`, every event that says something is progress as well."""
+        """Returns the number of these events with content in a new spelling, which is counted from then on.
+
+        In a stream of `/v1/responses`, every event that says something is progress as well.
+        """
         if self._content is DELTA_TEXT:
             if has_data(corrected):
                 self.last_content_s = self._clock.coarse_time_s
@@ -344,8 +351,10 @@ class StreamRelay:
 
 
 def _no_stream(whole: bytes) -> UpstreamError:
-    """Returns what is wrong with an answer to a client that has asked for a stream. OpenAI's clients read no event in
-    it, and would take it for an empty answer."""
+    """Returns the error of an answer that is no stream, to a client that has asked for one.
+
+    OpenAI's clients read no event in it, and would take it for an empty answer.
+    """
     reported = None
     if len(whole) <= _MOST_ERROR_BYTES:
         with suppress(JSONTextError):

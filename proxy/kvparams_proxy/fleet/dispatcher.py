@@ -45,8 +45,10 @@ class Dispatcher(Candidates):
         call_later: CallLater,
         prefixes: "PrefixCacheModel | None" = None,
     ) -> None:
-        """`members` is the fleet's own mapping, of all roles; it is only read. `prefixes`: where the policy looks at
-        them."""
+        """Creates the dispatcher of one role.
+
+        `members` is the fleet's own mapping, of all roles; it is only read. `prefixes`: where the policy looks at them.
+        """
         super().__init__(role, members, now)
         self.needs_notice = False
         """Whether more than the policy has a say now: a limit, a slow start, a breaker that is not closed, caches."""

@@ -238,8 +238,7 @@ class Fleet(FleetMembers):
 
     @property
     def separated_pairs(self) -> int:
-        """Returns how many pairs of a prefill and a decode instance are set apart: see
-        `kvparams_proxy.fleet.pair_failures`."""
+        """Returns how many prefill and decode pairs are set apart: see `kvparams_proxy.fleet.pair_failures`."""
         return self._blame.separated_pairs
 
     def panic_legs(self, role: Role) -> int:

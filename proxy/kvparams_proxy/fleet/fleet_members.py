@@ -104,7 +104,7 @@ class FleetMembers:
 
     @property
     def members(self) -> Iterable[Member]:
-        """Returns the members that have not been removed, in the order they were named."""
+        """The members that have not been removed, in the order they were named."""
         return self._members.values()
 
     def add(self, instance: Instance, why: str = "") -> Member:
@@ -198,9 +198,12 @@ class FleetMembers:
         why: str = "",
         answers: bool = False,
     ) -> None:
-        """A probe has found out how a member is. One that comes back is another incarnation, and so is one that its
-        bootstrap server calls something else than before, or that speaks another version of the protocol. `why` and
-        `answers` are for the log: see `EngineStateLog.log_member`."""
+        """Records the result of a probe.
+
+        A member that comes back is another incarnation, and so is one that its bootstrap server calls something else
+        than before, or that speaks another version of the protocol. `why` and `answers` are for the log: see
+        `EngineStateLog.log_member`.
+        """
         if self._members.get(member.instance.id) is not member:  # it was removed meanwhile
             return
         member.base_model = base or member.base_model

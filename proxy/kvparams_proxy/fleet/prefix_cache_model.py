@@ -57,7 +57,8 @@ class PrefixCacheModel:
     """Models the caches of all prefill engines of one fleet. Only `Fleet`, `Dispatcher` and `Execution` call it."""
 
     def __init__(self, now: Callable[[], float], seed: int) -> None:
-        """
+        """Creates an empty model.
+
         Args:
             now: the clock, in seconds.
             seed: 64 bits that clients do not know.
@@ -119,8 +120,11 @@ class PrefixCacheModel:
     def record_decode(
         self, instance: Instance, facts: RequestFacts, prompt_tokens: int | None, cached: int | None
     ) -> None:
-        """A decode engine has answered: it has had all of the prompt. Of the two numbers neither is known where it was
-        handed what another one had computed, or where it did not say: a stream need not."""
+        """Records the answer of a decode engine, which has had all of the prompt.
+
+        Both numbers are unknown where it was handed what another engine had computed, or where it did not report them:
+        a stream need not.
+        """
         hashes = self._hashes(facts)
         if hashes is None:
             return
@@ -158,8 +162,10 @@ class PrefixCacheModel:
     def record_report(
         self, facts: RequestFacts, prompt_tokens: int | None, cached: int | None, told: str | None = None
     ) -> RoutingDecision | None:
-        """The leg that runs for this request has ended well; its engine says so much of it, or nothing, and where it
-        lets others read (`kvparams.peer_reads`). Call `Fleet.release` after this.
+        """Records the report of an engine whose running leg for this request has ended well.
+
+        The engine may report nothing; it may say where others can read (`kvparams.peer_reads`). Call `Fleet.release`
+        after this.
 
         Returns:
             Why it went there.

@@ -1,6 +1,7 @@
-"""Asks each engine from time to time whether it is there, which models it serves and which versions of the protocol it
-speaks, over the data path's connections.
-Where its dialect has a bootstrap server, an engine is there only when that one says who it is.
+"""Probes each engine for its presence, its models and its versions of the protocol.
+
+Probes use the data path's connections. Where its dialect has a bootstrap server, an engine is there only when that
+server identifies it.
 
 Nothing here waits: a probe is a timer and an exchange, and costs the requests beside it next to nothing. At most one
 probe runs for each member, and none after the member or the prober has gone.
@@ -217,8 +218,10 @@ class _MemberProbe:
         """For the time-out of the probe that runs, or for the next one."""
 
     def begin(self, apart_s: float, apart_share: float) -> asyncio.Future[None]:
-        """Ask at once; what is given is done with the first answer. The second probe comes `apart_s` later, or where
-        the engine is missing `apart_share` of the time between two."""
+        """Sends the first probe at once, and returns a future that is done with its answer.
+
+        The second probe comes `apart_s` later, or where the engine is missing `apart_share` of the time between two.
+        """
         self._apart_s = apart_s
         self._apart_share = apart_share
         self._ask()

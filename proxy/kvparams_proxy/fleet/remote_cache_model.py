@@ -55,7 +55,8 @@ class RemoteCacheModel:
     """The remote caches of one fleet. Only `PrefixCacheModel` calls it."""
 
     def __init__(self, index: PrefixIndex, block_tokens: int, store: tuple[int, int], peer: tuple[int, int]) -> None:
-        """
+        """Creates an empty model.
+
         Args:
             index: where it is kept who has what.
             block_tokens: of one block.
@@ -86,8 +87,10 @@ class RemoteCacheModel:
         return self._reach(instance, self._best_first(held))
 
     def _best_first(self, held: HeldTokens) -> HeldTokens:
-        """A prefix that all have is looked at once for all, not by each for each. Of engines that have as much, the one
-        that has least to do is read: whoever has read it can be read next."""
+        """Orders the holders: most tokens first, then the least busy.
+
+        A prefix that all have is looked at once for all. An instance that has read from a holder can be read next.
+        """
         if not self._places:
             return held
         return dict(sorted(held.items(), key=lambda each: (-each[1], self._busy(each[0]))))

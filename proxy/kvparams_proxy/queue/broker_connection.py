@@ -35,7 +35,8 @@ class BrokerConnection:
         opened: Callable[[AbstractChannel, AbstractChannel], Awaitable[None]],
         closed: Callable[[], None],
     ) -> None:
-        """
+        """Starts to connect.
+
         Args:
             url: `amqp://` or `amqps://`, with a password where the broker wants one.
             opened: is given the channel to read and the one to write, each time anew; declares and consumes.

@@ -65,7 +65,8 @@ class WorkConsumer:
         probe_s: float = 5.0,
         leave_s: float = 30.0,
     ) -> None:
-        """
+        """Creates the node; it takes work inside the async context.
+
         Args:
             url: the broker's.
             engine: the way to it.

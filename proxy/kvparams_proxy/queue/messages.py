@@ -156,7 +156,9 @@ def write_work(work: WorkItem) -> bytes:
 
 
 def read_work(raw: bytes) -> WorkItem:
-    """Raises:
+    """Parses a piece of work.
+
+    Raises:
     MalformedMessage: it is not a valid message.
     """
     head, body = _split(raw)
@@ -260,7 +262,9 @@ def write_control(control: ControlMessage) -> bytes:
 
 
 def read_control(raw: bytes) -> ControlMessage:
-    """Raises:
+    """Parses a control message.
+
+    Raises:
     MalformedMessage: it is not a valid message.
     """
     head, body = _split(raw)

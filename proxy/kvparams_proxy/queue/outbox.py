@@ -56,7 +56,8 @@ class OutboundMessage:
         expires_ms: int | None = None,
         joins: bool = False,
     ) -> None:
-        """
+        """Creates a message that is not sent yet.
+
         Args:
             to: the name of the queue.
             body: what is sent.

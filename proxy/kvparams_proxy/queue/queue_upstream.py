@@ -61,7 +61,8 @@ class QueueUpstream:
     def __init__(
         self, url: Secret, *, name: str = "kvparams", wait_s: float = 60.0, answer_bytes: int = 64 << 20
     ) -> None:
-        """
+        """Starts to connect to the broker.
+
         Args:
             url: the broker's.
             name: of the pool of decode nodes: the beginning of its queues' names.

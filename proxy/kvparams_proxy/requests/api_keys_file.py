@@ -133,8 +133,10 @@ def read_api_keys(path: Path) -> tuple[dict[str, APIKeyRecord], FileState]:
 
 @contextmanager
 def edit_api_keys(path: Path) -> Generator[dict[str, APIKeyRecord]]:
-    """The keys in a file, by id, to be changed; written back as a whole when the block ends well, so that a proxy that
-    reads it meanwhile sees the old state or the new one. A file that is not there yet is made, for its owner only.
+    """Yields the keys in a file, by id, to be changed.
+
+    They are written back as a whole when the block ends well, so that a proxy that reads the file meanwhile sees the
+    old state or the new one. A missing file is created, for its owner only.
 
     Raises:
         APIKeysError: as for `read_api_keys`, or it cannot be written.

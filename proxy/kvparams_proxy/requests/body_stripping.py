@@ -62,8 +62,10 @@ def strip_in_steps(parsed: ParsedBody, body: bytes) -> Generator[None, None, Str
 def _cuts_inside(
     body: bytes, place: MemberSpan, path: tuple[str, ...], long: AbridgedObjectReceiver | None, *, hints: bool = False
 ) -> list[tuple[int, int]]:
-    """Returns what to cut out of the object at `place`, and of the object in it that `path` leads to. `long`: what has
-    received it, if it is long; `hints`: it is `nvext`."""
+    """Returns the cuts in the object at `place`, and in the object in it that `path` leads to.
+
+    `long`: what has received it, if it is long; `hints`: it is `nvext`.
+    """
     if long is not None:
         spans = long.fields
     else:

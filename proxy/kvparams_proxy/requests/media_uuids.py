@@ -45,8 +45,9 @@ _LONGEST_NAME: Final = 4096
 def media_uuid_changes(
     kind: EndpointKind, document: Mapping[str, object], body: bytes, spans: Mapping[str, MemberSpan], tenant: str
 ) -> Mapping[str, bytes | None]:
-    """Returns what changes in a body, as for `kvparams.jsontext.editing.edit`, so that no medium has a name of the
-    client's.
+    """Returns the changes to a body that remove the client's names of media.
+
+    They are as for `kvparams.jsontext.editing.edit`.
 
     Args:
         kind: of the request.

@@ -39,7 +39,8 @@ class ASGIExchange(ResponseWriter):
     def __init__(
         self, owner: ResponseConnection, *, keep_alive: bool, http_1_0: bool, expects: bool, bodiless: bool
     ) -> None:
-        """
+        """Creates the exchange; `serve` runs it.
+
         Args:
             owner: the connection.
             keep_alive: see `ResponseWriter`.

@@ -86,7 +86,7 @@ class ClientConnection(Protocol):
 
 
 class ClientConnections:
-    """Holds the connections to one server."""
+    """The connections to one server."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, limits: ConnectionLimits) -> None:
         self._loop = loop
@@ -117,8 +117,11 @@ class ClientConnections:
         return self._limits
 
     def add(self, connection: ClientConnection) -> bool:
-        """Counts a new connection and returns whether it is served. One that is not stays among the refused ones until
-        it is removed, or until as many as `ConnectionLimits.refusals` came after it."""
+        """Counts a new connection and returns whether it is served.
+
+        One that is not stays among the refused ones until it is removed, or until as many as
+        `ConnectionLimits.refusals` came after it.
+        """
         self._empty.clear()
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(_SWEEP_S, self._sweep)
@@ -197,8 +200,10 @@ class ClientConnections:
         return False
 
     def _make_room(self) -> bool:
-        """Closes the connections that have been idle for longest, or else those whose heads have been under way for
-        longest; whether there were any."""
+        """Closes the longest idle connections, and returns whether there were any.
+
+        Without idle ones it closes those whose heads have been under way for longest.
+        """
         before = self._loop.time() - _UNREAD_S
         waiting = [connection for connection in self._open if connection.idle and connection.since_s <= before]
         if not waiting:

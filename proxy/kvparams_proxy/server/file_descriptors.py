@@ -49,14 +49,18 @@ def refusals_for(descriptors: int) -> int:
 
 
 def backlog_for(descriptors: int) -> int:
-    """Returns how many connections may wait to be accepted: all of them may be accepted in one turn of the event loop,
-    before any is counted. The kernel lets further clients wait."""
+    """Returns how many connections may wait to be accepted.
+
+    They may all be accepted in one turn of the event loop, before any is counted. The kernel lets further clients wait.
+    """
     return min(socket.SOMAXCONN, max(1, descriptors // _BACKLOG_SHARE))
 
 
 def connections_for(descriptors: int) -> int:
-    """Returns how many connections clients may have where `descriptors` files may be open: a request that runs takes
-    one for its client and one for its engine."""
+    """Returns how many connections clients may have where `descriptors` files may be open.
+
+    A request that runs takes one for its client and one for its engine.
+    """
     return max(1, (descriptors - _OWN - refusals_for(descriptors)) // 2)
 
 

@@ -181,8 +181,10 @@ class RequestParser:
             return
 
     def _without_upgrade(self) -> None:
-        """Parses the head once more without its Upgrade header, which a server may ignore (RFC 9110, section 7.8). It
-        must then read the request as ever; httptools takes the body for another protocol (its issue 124)."""
+        """Parses the head once more without its Upgrade header, which a server may ignore (RFC 9110, section 7.8).
+
+        It must then read the request as ever; httptools takes the body for another protocol (its issue 124).
+        """
         method, url, headers = self._parser.get_method(), self._url, self._headers
         version = self._parser.get_http_version()
         if method == b"CONNECT" or not self._upgrade:

@@ -269,8 +269,10 @@ def _switch_modes(settings: Settings, modes: ActiveModes, source: str, wanted: S
 
 
 def _role_alone(endpoint: APIEndpoint, local: Instance | None) -> Role | None:
-    """Returns the role whose engines answer alone. The engine beside this proxy does what is not decode's, whatever its
-    role is."""
+    """Returns the role whose engines answer alone.
+
+    The engine beside this proxy does what is not decode's, whatever its role is.
+    """
     return endpoint.role if local is None or endpoint.role is not Role.PREFILL else local.role
 
 
@@ -326,8 +328,10 @@ def _open_event_consumer(
     fleet: Fleet,
     prefixes: "PrefixCacheModel | None",
 ) -> "KVEventConsumer | None":
-    """Subscribes to engines' KV events, where the policy looks at caches and pyzmq is installed; otherwise the log says
-    why not, once an engine that publishes events joins."""
+    """Subscribes to engines' KV events, where the policy looks at caches and pyzmq is installed.
+
+    Otherwise the log says why not, once an engine that publishes events joins.
+    """
     if prefixes is None:
         why = f"since the policy {settings.policy} does not look at what engines have cached; --policy cache_aware does"
         fleet.add_listener(UnusedEventsLogger(loop.call_soon, why))

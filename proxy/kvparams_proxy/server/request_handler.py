@@ -80,8 +80,11 @@ class RequestHandler:
         bodies: BodyBudget,
         alone: Role | None = None,
     ) -> None:
-        """`bodies`: what the bodies of all requests may take together; `alone`: whose engines answer, where the work is
-        not split."""
+        """Creates the handler of one endpoint.
+
+        `bodies`: what the bodies of all requests may take together; `alone`: whose engines answer, where the work is
+        not split.
+        """
         self._resources = resources
         self._modes = modes
         self._alone = None if alone is None else Aggregated(role=alone)

@@ -42,7 +42,8 @@ class InProcessUpstream:
     """The app of one engine, as an upstream. See `kvparams_proxy.upstream.interface.Upstream`."""
 
     def __init__(self, app: ASGIApp, base: Mapping[str, Any], *, key: Secret | None = None) -> None:
-        """
+        """Creates the upstream; the app is not called yet.
+
         Args:
             app: what answers.
             base: what its requests have in their scope beside what is theirs: `app`, and `state` from its lifespan.
@@ -267,7 +268,8 @@ class InProcessExchange:
             self._fail(UpstreamError("the proxy failed; its log says why"))
 
     def _take(self, sink: ResponseSink, message: Message) -> None:
-        """
+        """Handles a message of the app.
+
         Raises:
             ValueError: the app does not keep to ASGI, or the sink does not want what came.
         """

@@ -50,7 +50,8 @@ class DisaggregatedServerMixin:
     def __init__(
         self, app: ASGIApp, settings: Settings, *, key: Secret | None = None, passed: Iterable[str] = ()
     ) -> None:
-        """
+        """Wraps the engine's app.
+
         Args:
             app: the engine's.
             settings: the proxy's; `beside` names the instance that `app` is. Its URL is where other engines find it.

@@ -27,7 +27,8 @@ class LineWriter:
     """Writes lines to one destination. Lines stay whole and in order."""
 
     def __init__(self, place: str | int) -> None:
-        """
+        """Starts the thread that writes.
+
         Args:
             place: a path, to which is added, or `STDOUT`, or the number of an open descriptor. A file that is moved
                 away is begun anew (log rotation).

@@ -39,7 +39,8 @@ class RequestLog:
     """Writes a log line for each request. A `kvparams_proxy.telemetry.request_record.RecordReader`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, place: str) -> None:
-        """
+        """Opens the log.
+
         Args:
             loop: whose thread calls everything here.
             place: see `LineWriter`.

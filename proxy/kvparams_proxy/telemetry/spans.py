@@ -37,8 +37,10 @@ _OPERATIONS: Final = {b"/v1/completions": "text_completion", b"/v1/chat/completi
 
 
 class RequestSpanExporter:
-    """A `kvparams_proxy.telemetry.request_record.RecordReader`: exports one span for each
-    request, and below it one for each leg and each wait."""
+    """Exports one span for each request, and below it one for each leg and each wait.
+
+    A `kvparams_proxy.telemetry.request_record.RecordReader`.
+    """
 
     def __init__(self, exporter: SpanExporter | None = None) -> None:
         """`exporter` is by default OTLP over HTTP. Starts a thread."""

@@ -62,7 +62,8 @@ class Tracer:
     """Decides which requests are traced."""
 
     def __init__(self, ratio: float, random: Random) -> None:
-        """
+        """Creates a tracer with this sampling ratio.
+
         Args:
             ratio: the share of requests to sample, 0 to 1, of those whose client has not decided.
             random: where ids come from: seeded from the system's entropy, and nobody else's.

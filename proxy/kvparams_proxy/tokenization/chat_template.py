@@ -34,7 +34,8 @@ class ChatTemplate:
     """Renders one chat template."""
 
     def __init__(self, text: str, specials: Mapping[str, str], most_s: float = _MOST_S) -> None:
-        """
+        """Compiles the template.
+
         Args:
             text: the template.
             specials: `bos_token` and such, by name.

@@ -18,8 +18,10 @@ _CONTENT: Final = "content"
 
 
 def detect_content_format(template: nodes.Template) -> ContentFormat:
-    """`"openai"` where the parsed template loops over the content of a message, directly, through a macro's parameter,
-    or as a variable called `content`; else `"string"`."""
+    """Returns `"openai"` where the template loops over the content of a message, else `"string"`.
+
+    The loop may be direct, through a macro's parameter, or over a variable called `content`.
+    """
     return "openai" if any(_loops_over_content(template)) else "string"
 
 

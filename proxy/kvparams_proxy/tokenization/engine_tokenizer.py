@@ -57,7 +57,8 @@ class EngineTokenizer:
         timeout_s: float = _TIMEOUT_S,
         most: int = _MOST,
     ) -> None:
-        """
+        """Creates the tokenizer; no engine is asked yet.
+
         Args:
             members: who is in the fleet now.
             pools: the connections to them.

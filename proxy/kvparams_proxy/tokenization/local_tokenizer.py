@@ -84,7 +84,8 @@ class LocalTokenizer:
         templates: Mapping[str, ChatTemplate] | None = None,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
-        """
+        """Prepares the tokenizer and its caches.
+
         Args:
             tokenizer: is changed: no truncation, no padding.
             templates: by name, `default` and perhaps `tool_use`.

@@ -24,8 +24,10 @@ _MOST_BYTES: Final = MAX_PSEUDO_TOKENS * BYTES_PER_TOKEN
 
 
 def pseudo_tokens(kind: EndpointKind, body: bytes, spans: Mapping[str, MemberSpan]) -> "tuple[array[int], int]":
-    """Returns those of a request for completions or chat, as the client has written it, and how many there are. Of a
-    long prompt they are the first ones, which are all that routing looks at. Tools come first, as templates have them.
+    """Returns the pseudo tokens of a request as the client has written it, and how many there are.
+
+    Of a long prompt they are the first ones, which are all that routing looks at. Tools come first, as templates have
+    them.
 
     The same text written in another way (other escapes, other spaces) has others.
     """

@@ -62,7 +62,8 @@ class SafeSplitPoints:
     def __init__(
         self, added: Iterable[AddedTokenInfo], *, normalizes: bool, words: bool = False, least: int = _LEAST
     ) -> None:
-        """
+        """Prepares the patterns of one tokenizer.
+
         Args:
             added: all added tokens of its vocabulary.
             normalizes: whether it has a normaliser.
@@ -95,8 +96,9 @@ class SafeSplitPoints:
         self.lookahead_chars: Final = max(map(len, ("  ", *raw))) + max(map(len, late), default=0)
 
     def split(self, text: str, start: int = 0) -> list[str]:
-        """The text in parts that can be encoded one by one. A text that begins with another one is cut like that one,
-        but for that one's last part.
+        """Splits the text into parts that can be encoded one by one.
+
+        A text that begins with another one is split like that one, but for that one's last part.
 
         Args:
             text: all of it.
@@ -112,7 +114,7 @@ class SafeSplitPoints:
         return _cut(text, edges)
 
     def split_finely(self, last: str) -> list[str]:
-        """The last part of a text in small ones: whoever comes with another end has most of them."""
+        """Splits the last part of a text into small ones: a text with another end shares most of them."""
         edges = [0]
         if self._long:
             self._between_words(last, edges, len(last), self._least)
@@ -144,8 +146,11 @@ class SafeSplitPoints:
 
 
 def _find_all(pattern: "re.Pattern[str]", text: str, at: int, end: int, most: int) -> Iterator["re.Match[str]"]:
-    """Finds what `pattern.finditer(text, at, end)` does, without one search through a long text: no other thread runs
-    during a search. `most`: characters that a match, with what it looks at behind itself, has at most."""
+    """Finds what `pattern.finditer(text, at, end)` does, without one search through a long text.
+
+    No other thread runs during a search. `most`: characters that a match, with what it looks at behind itself, has at
+    most.
+    """
     while at < end:
         stop = min(at + _SEARCHED, end)
         found = pattern.search(text, at, min(stop + most, end))

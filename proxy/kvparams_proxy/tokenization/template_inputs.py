@@ -15,8 +15,10 @@ __all__ = ["UnsupportedChatError", "template_messages", "template_variables"]
 
 
 class UnsupportedChatError(ValueError):
-    """The chat has something in it that is not rendered here: media, a template of the client's own, or a fault that is
-    the engine's to name."""
+    """The chat cannot be rendered here.
+
+    It has media, a template of the client's own, or a fault that is the engine's to name.
+    """
 
 
 _TEXT_KEYS: Final = {

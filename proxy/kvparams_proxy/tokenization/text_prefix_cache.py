@@ -37,7 +37,8 @@ class TextPrefixCache:
     """The encoded texts of one tokenizer, for several threads."""
 
     def __init__(self, max_bytes: int, margin: int) -> None:
-        """
+        """Creates an empty cache.
+
         Args:
             max_bytes: of texts and ids together. A text that takes more than an eighth of it is not kept.
             margin: characters behind a cut on which it depends.

@@ -79,8 +79,10 @@ def _templates(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
 
 
 def _complete(tokenizer: Tokenizer, config: Mapping[str, object]) -> None:
-    """Tokens that only the configuration names. What it says of ends (`add_bos_token`) counts only without
-    `tokenizer.json`, whose own post-processor has them."""
+    """Adds tokens that only the configuration names.
+
+    Its settings of ends (`add_bos_token`) count only without `tokenizer.json`, whose own post-processor has them.
+    """
     add = cast("Callable[[list[AddedToken]], int]", tokenizer.add_tokens)  # pyright: ignore[reportUnknownMemberType]
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder")

@@ -223,7 +223,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.data_received(later)
 
     def _check_head(self, data: bytes) -> None:
-        """
+        """Checks the length of the head.
+
         Raises:
             ValueError: the head that `data` belongs to is too long, however its bytes fall into reads.
         """

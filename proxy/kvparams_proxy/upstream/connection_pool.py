@@ -47,7 +47,8 @@ class UpstreamConnectionPool:
         key: Secret | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """
+        """Creates the pool without connections.
+
         Args:
             url: `http(s)://host[:port]`.
             limits: what the engine may take.
@@ -151,8 +152,10 @@ class UpstreamConnectionPool:
             self.put_back(connection)
 
     def _no_connection(self, error: Exception) -> UpstreamError:
-        """Returns what becomes of an exchange for which no connection could be made. That no file may be opened any
-        more is this process's own matter, and no reason to think an engine gone."""
+        """Returns the error of an exchange for which no connection could be made.
+
+        A lack of file descriptors is this process's own matter, and no reason to think an engine gone.
+        """
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
             return UpstreamError(f"no connection to the engine ({describe_error(error)})", connected=False)
         now = self._loop.time()
@@ -162,7 +165,8 @@ class UpstreamConnectionPool:
         return UpstreamOverflow("the proxy has no file descriptor left", connected=False)
 
     async def _connected_in_time(self) -> UpstreamConnection:
-        """
+        """Returns a new connection.
+
         Raises:
             OSError, UnicodeError: there is no connection.
             TimeoutError: it takes too long.

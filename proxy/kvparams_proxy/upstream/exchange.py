@@ -65,8 +65,11 @@ class UpstreamExchange:
             sink.on_done(error)
 
     def half_close(self) -> bool:
-        """Let the engine see that nobody waits any more, and hear out what it may have sent already; the connection is
-        not used again. False where that cannot be done: it is not connected, or TLS is in between."""
+        """Closes the sending direction, and still receives what the engine may have sent already.
+
+        The connection is not used again. Returns false where that cannot be done: it is not connected, or TLS is in
+        between.
+        """
         self._retry = False
         return self._sink is not None and self._connection is not None and self._connection.half_close()
 

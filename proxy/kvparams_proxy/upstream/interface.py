@@ -29,8 +29,10 @@ class ExchangeHandle(Protocol):
         ...
 
     def half_close(self) -> bool:
-        """Let the engine see that nobody waits any more, and hear out what it may have sent already. False where that
-        cannot be done: then nothing has been done."""
+        """Closes the sending direction, and still receives what the engine may have sent already.
+
+        Returns false where that cannot be done: then nothing has been done.
+        """
         ...
 
     def pause(self) -> None:

@@ -1,5 +1,4 @@
-"""Enters into the books what engines say of their caches: who is listened to, and how much of it in one turn of the
-event loop.
+"""Enters engines' KV events into the prefix index, a bounded number in one turn of the event loop.
 
 Requests have priority: a turn takes about a millisecond, however many events engines send.
 """

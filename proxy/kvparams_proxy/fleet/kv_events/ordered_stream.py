@@ -43,7 +43,8 @@ class OrderedEventStream:
     )
 
     def __init__(self, tell: Callable[[EventBatch | None], None], *, replays: bool) -> None:
-        """
+        """Creates the stream of a publisher that was not heard yet.
+
         Args:
             tell: hears every batch once, in order; None: what was told before holds no longer.
             replays: whether the publisher can be asked for what it has said.

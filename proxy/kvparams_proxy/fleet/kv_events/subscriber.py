@@ -1,8 +1,8 @@
-"""The sockets of all publishers, and the one thread that has them.
+"""Receives the KV events of all publishers in one thread, which owns their sockets.
 
-It takes messages apart and decodes them; what they say is taken out by the event loop (`take`), piece by piece. The one
-rule: what waits here does not grow, neither in number nor in bytes. While the event loop is behind, nothing is read:
-what comes then waits in ZMQ, limited in size and number for each socket, and what ZMQ drops is asked for again.
+The thread decodes messages; the event loop takes the batches out one by one (`take_batch`). The batches that wait here
+are bounded in number and bytes. While the event loop is behind, nothing is read: further messages wait in ZMQ, limited
+in size and number for each socket, and a replay is requested for those that ZMQ drops.
 """
 
 import logging

@@ -30,7 +30,7 @@ class CredentialSources:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Returns the files that are named."""
+        """The files that are named."""
         tls = self.tls or EngineTLSSettings()
         return tuple(path for path in (self.key_file, tls.ca, tls.certificate, tls.key) if path is not None)
 

@@ -40,8 +40,10 @@ class InstanceProvider(Protocol):
 async def run_providers(
     registry: Registry, instances: Sequence[Instance], providers: Iterable[InstanceProvider]
 ) -> AsyncGenerator[None]:
-    """Fill the fleet: with `instances`, whose source is `flags`, then with what each provider says, as long as the
-    context lasts. Everything known from the start is in the fleet on entry."""
+    """Fills the fleet, and follows the providers as long as the context lasts.
+
+    It begins with `instances`, whose source is `flags`. Everything known from the start is in the fleet on entry.
+    """
     if instances:
         registry.publish("flags", [spec_of(instance, registry.spec_rules) for instance in instances])
     async with AsyncExitStack() as stack:

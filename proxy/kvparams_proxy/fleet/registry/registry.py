@@ -48,9 +48,12 @@ class Registry:
         local: str | None = None,
         switch: Callable[[str, Sequence[ManagerMode]], None] = lambda source, modes: None,
     ) -> None:
-        """`fleet` is empty and is changed by nobody else. `local`: the id of the instance beside this proxy, if it is a
-        sidecar. Nobody else is taken for its role, so that all sidecars can follow one file of the whole fleet.
-        `switch` hears of modes that a source wants from now on; of none, that it does not mind."""
+        """Creates a registry for an empty `fleet` that nothing else changes.
+
+        `local`: the id of the instance beside this proxy, if it is a sidecar. No other instance is taken for its role,
+        so that all sidecars can follow one file of the whole fleet. `switch` hears of modes that a source wants from
+        now on; of none, that it does not mind.
+        """
         self.fleet: Final = fleet
         self.switch_modes: Final = switch
         self._local = local
@@ -63,12 +66,12 @@ class Registry:
 
     @property
     def owned(self) -> Mapping[str, OwnedInstance]:
-        """Returns the instances in the fleet, by id."""
+        """The instances in the fleet, by id."""
         return MappingProxyType(self._owned)
 
     @property
     def sources(self) -> Mapping[str, SourceState]:
-        """Returns the sources that have published, by name, in the order of their first publication."""
+        """The sources that have published, by name, in the order of their first publication."""
         return MappingProxyType(self._sources)
 
     def credentials_for(self, id: str) -> EngineCredentials:
