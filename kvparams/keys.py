@@ -92,7 +92,7 @@ class KVShard:
 
     @classmethod
     def whole(cls, geometry: Geometry) -> "KVShard":
-        """All layers and all heads: what an engine without parallelism holds."""
+        """Returns all layers and all heads: the shard of an engine without parallelism."""
         return cls(0, geometry.layers, 0, geometry.kv_heads)
 
     @property
@@ -139,7 +139,7 @@ class Namespace:
         _bounded("page_tokens", self.page_tokens, 1, _MAX_PAGE_TOKENS)
 
     def _texts(self) -> tuple[tuple[str, str | None], ...]:
-        """All fields as text, in the order in which they are hashed."""
+        """Returns all fields as text, in the order in which they are hashed."""
         shape = self.geometry
         return (
             ("model", self.model),

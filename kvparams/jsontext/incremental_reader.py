@@ -391,7 +391,7 @@ class IncrementalReader:
         return found
 
     def _ended(self, container: OpenContainer) -> None:
-        """So is the part of a container that it belongs to."""
+        """Records the closed container as a part of the container around it."""
         receiver, name = container.receiver, container.name
         if name is not None and receiver is not None and receiver.spans is not None:
             receiver.spans[name] = MemberSpan(container.start, container.value, self.at)

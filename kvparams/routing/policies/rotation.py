@@ -9,6 +9,9 @@ T = TypeVar("T")
 
 
 def rotate_candidates(candidates: Sequence[T], turn: int) -> Sequence[T]:
-    """All of them once, beginning with another one each turn. `min` of this takes the first of equals."""
+    """Returns all candidates once, beginning with another one each turn.
+
+    `min` of the result takes the first of equals.
+    """
     first = turn % len(candidates)
     return (*candidates[first:], *candidates[:first]) if first else candidates
