@@ -1,6 +1,6 @@
 """Single settings as an engine's own configuration holds them: JSON values, checked one by one.
 
-The one rule: what cannot be meant is refused in words that name the setting; None is a setting that is not there.
+What cannot be meant is refused in words that name the setting; None is a setting that is not there.
 """
 
 import math
@@ -13,7 +13,7 @@ __all__ = ["SettingValues"]
 
 
 class SettingValues:
-    """One configuration. Every method raises StoreError for a value that cannot be meant."""
+    """A `SettingValues` reads one configuration; every method raises StoreError for a wrong value."""
 
     def __init__(self, found: Mapping[str, object], where: str) -> None:
         """`where` they stand, as an error begins before the setting's name."""

@@ -37,7 +37,7 @@ _CLOSE_S: Final = 10.0
 
 
 class KVStoreConnector:
-    """One engine's way to a store. Its methods may be called from any thread and return at once."""
+    """A `KVStoreConnector` moves one engine's KV; any thread may call its methods, which return at once."""
 
     def __init__(
         self,
@@ -49,7 +49,9 @@ class KVStoreConnector:
         seals: PageAuthKeys | None = None,
         mover: BlockCopier | None = None,
     ) -> None:
-        """Args:
+        """Creates a `KVStoreConnector`.
+
+        Args:
             store: stays the caller's; `close` does not close it.
             namespace: without cache salt and LoRA, which each request brings.
             layout: the engine's tensors.

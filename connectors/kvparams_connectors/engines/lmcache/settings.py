@@ -7,7 +7,7 @@
       remote_storage_plugin.kvparams.store: valkey://host:6379
 
 More, all optional: `revision` of the weights, `deadline_ms` of a put or get (5000), `lookup_ms` (1000), `seal_keys`, a
-key file for authenticated pages. The one rule: a setting that is not known here is refused, with the known ones listed.
+key file for authenticated pages. A setting that is not known here is refused, with the known ones listed.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ _MAX_MS: Final = 600_000
 
 @dataclass(frozen=True, slots=True)
 class PluginSettings:
-    """What was configured."""
+    """A `PluginSettings` holds the configured settings."""
 
     store: str = field(repr=False)
     """The store's URL."""

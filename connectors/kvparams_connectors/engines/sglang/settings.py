@@ -4,7 +4,7 @@
       "backend_name": "kvparams", "module_path": "kvparams_connectors.engines.sglang.backend",
       "class_name": "KVParamsHiCache", "interface_v1": 1, "store": "valkey://host:6379"}'
 
-The one rule: a setting that is not known here is refused, with the known ones listed.
+A setting that is not known here is refused, with the known ones listed.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ _MAX_TENANT: Final = 256
 
 @dataclass(frozen=True, slots=True)
 class SGLangSettings:
-    """What was configured; every field is a setting of that name."""
+    """An `SGLangSettings` holds the configured settings; every field is a setting of that name."""
 
     store: str = field(repr=False)
     """The URL of a store that other processes reach."""

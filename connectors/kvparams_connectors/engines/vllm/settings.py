@@ -4,7 +4,7 @@
      "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
      "kv_connector_extra_config": {"store": "valkey://host:6379"}}
 
-The one rule: a setting that is not known here is refused, with the known ones listed.
+A setting that is not known here is refused, with the known ones listed.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ _VLLMS: Final = frozenset({"engine_id"})
 
 @dataclass(frozen=True, slots=True)
 class VLLMSettings:
-    """What was configured; every field is a setting of that name."""
+    """A `VLLMSettings` holds the configured settings; every field is a setting of that name."""
 
     store: str = field(repr=False)
     """The URL of a store that other processes reach. Of `peer://host:port` each data-parallel rank of a machine has a

@@ -5,8 +5,8 @@
          {"type": "KVParamsTier", "module_path": "kvparams_connectors.engines.vllm_tier.tier",
           "store": "valkey://host:6379"}]}}
 
-vLLM keeps `type`, `module_path` and `backpressure` to itself. The one rule: a setting that is not known here is
-refused, with the known ones listed.
+vLLM keeps `type`, `module_path` and `backpressure` to itself. A setting that is not known here is refused, with the
+known ones listed.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ _VLLMS: Final = frozenset({"type", "module_path", "backpressure"})
 
 @dataclass(frozen=True, slots=True)
 class TierSettings:
-    """What was configured; every field is a setting of that name."""
+    """A `TierSettings` holds the configured settings; every field is a setting of that name."""
 
     store: str = field(repr=False)
     """The URL of a store."""
