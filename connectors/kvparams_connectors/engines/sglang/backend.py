@@ -154,7 +154,7 @@ class KVParamsHiCache(HiCacheStorage):
             )
 
     def on_host_pools_registered(self) -> None:
-        """Starts with the registered pools; raises SelfTestError (see `self_test.py`)."""
+        """Runs the self test once all pools are known; raises SelfTestError (see `self_test.py`)."""
         if self._pool is not None and self._settings.self_test:
             run_self_test(self._pool, self._pages, self._traffic)
 

@@ -59,7 +59,7 @@ class TieredReader:
         self._alarm = DeadlineTimer("kvparams-tiered", self._ring)
 
     def close(self) -> None:
-        """Closes the reader when no operation runs any more."""
+        """Closes the reader, which must have no running operation."""
         self._alarm.close()
 
     # ---- get: one tier after the other, for they fill the same buffers
