@@ -1,4 +1,4 @@
-"""How fast a connector moves KV between paged tensors and a store, against the bare store and memcpy in the same run.
+"""Measures how fast a connector moves KV between paged tensors and a store, beside the bare store and memcpy.
 
     python -m benchmarks.connector_bench [--store URL]... [--form NAME] [--page-bytes N] [--pages N] [--block N]
                                          [--head-unit N] [--rounds N] [--portion N] [--paced GB/s]
@@ -120,7 +120,7 @@ class Bench:
         return self._tokens * _TOKEN_BYTES
 
     def memcpy(self) -> None:
-        """One copy per page."""
+        """Copies each page once."""
         for target, source in zip(self._targets, self._sources, strict=True):
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 

@@ -36,7 +36,7 @@ POLICIES: Final = ("round_robin", "cache_aware")
 
 
 class Held(NamedTuple):
-    """What came of all conversations with one fleet under one policy."""
+    """A `Held` is the result of all conversations with one fleet under one policy."""
 
     fleet: str
     policy: str

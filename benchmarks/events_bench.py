@@ -1,4 +1,4 @@
-"""How fast KV events are read, against the bare decoders that only build Python objects.
+"""Measures how fast KV events are read, against the bare decoders that only build Python objects.
 
 The yardsticks read the same bytes in the same round. `bare msgspec` and `msgpack` know nothing of events: they build
 lists and dictionaries, check nothing and pack nothing.
@@ -30,7 +30,7 @@ _SOURCE = EventSource("engine-a")
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One message, and who can read it."""
+    """A `_Message` is a message with the decoders that can read it."""
 
     name: str
     payload: bytes

@@ -23,7 +23,7 @@ _BACKLOG = 2048
 
 
 class _Engine:
-    """One engine and the idle connections to it."""
+    """An `_Engine` is an engine with the idle connections to it."""
 
     def __init__(self, port: int) -> None:
         self.port = port

@@ -1,5 +1,8 @@
-"""Dynamo's RadixTree under the same workload, run by an interpreter that has `ai-dynamo-runtime`; prints one line of
-JSON. The figures are of its Python binding; `match` has the hashing of a Python list in it, `find` has not."""
+"""Runs Dynamo's RadixTree under the same workload and prints one line of JSON.
+
+An interpreter that has `ai-dynamo-runtime` runs it. The figures are of its Python binding; `match` has the hashing of a
+Python list in it, `find` has not.
+"""
 
 import json
 import statistics

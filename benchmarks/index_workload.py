@@ -1,6 +1,7 @@
-"""What the index is measured with: prompts of 8,192 tokens, of which the first 2,048 are one of 100 system prompts,
-each held by 1 to 4 workers; and questions of which 73 % are held by somebody. Dynamo's side uses it, too: numpy is all
-that it needs.
+"""Generates the workload of the index benchmark.
+
+Prompts have 8,192 tokens, of which the first 2,048 are one of 100 system prompts, each held by 1 to 4 workers; 73 % of
+the questions are held by some worker. Dynamo's side uses it, too: numpy is all that it needs.
 """
 
 from collections.abc import Iterator

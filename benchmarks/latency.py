@@ -26,7 +26,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How one kind of measured time spreads; milliseconds."""
+    """A `Spread` is the distribution of one kind of measured time, in milliseconds."""
 
     count: int
     mean: float
@@ -52,7 +52,9 @@ class Spread:
 
 
 def arrival_offsets(arrivals: Arrivals, *, rate_per_s: float, duration_s: float, seed: int) -> "array[float]":
-    """When each request arrives, seconds from the start: evenly spaced, or a Poisson process (one seed, one sequence).
+    """Returns the arrival times in seconds from the start: evenly spaced, or a Poisson process.
+
+    One seed gives one sequence.
 
     Raises ValueError if the plan has no end in sight (over 5 million arrivals) or no sense.
     """

@@ -1,4 +1,4 @@
-"""How fast the store on LMCache's `lm://` server moves pages, against a bare socket to the same server in the same run.
+"""Measures how fast the store on LMCache's `lm://` server moves pages, against a bare socket to the same server.
 
     python -m benchmarks.lmcache_bench [--page-bytes N]... [--total-bytes N] [--rounds N]
 
@@ -51,8 +51,10 @@ class Bare:
     """A bare socket."""
 
     def __init__(self, port: int, window: int) -> None:
-        """Args:
-        window: how many gets may be under way.
+        """Connects to the server.
+
+        Args:
+            window: how many gets may be under way.
         """
         self._socket = socket.create_connection(("127.0.0.1", port))
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -86,7 +88,7 @@ class Bare:
         self._exist(names[-1])
 
     def ask(self, names: Sequence[bytes]) -> int:
-        """How many of them are there, in one round trip."""
+        """Returns how many of them are stored, in one round trip."""
         self._send([b"".join([_request(_EXIST, name) for name in names])])
         answers = memoryview(bytearray(_REPLY.size * len(names)))
         self._receive(answers)

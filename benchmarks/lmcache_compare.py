@@ -97,8 +97,10 @@ class Connector:
     """Our connector: the same bytes from an engine's blocks and back to them."""
 
     def __init__(self, store: KVStore, sources: Sequence[memoryview]) -> None:
-        """Args:
-        sources: what the other sides move: so many bytes are moved here.
+        """Prepares the blocks of an engine.
+
+        Args:
+            sources: what the other sides move: so many bytes are moved here.
         """
         page_tokens, count = sources[0].nbytes // _TOKEN_BYTES, len(sources)
         self._sources = sources
@@ -146,8 +148,10 @@ class LMCache:
     """LMCache in its own process, told by a pipe: a question and its answer take about 0.1 ms of a round."""
 
     def __init__(self, worker: LMCacheWorker, *, copies: bool = False) -> None:
-        """Args:
-        copies: from memory that is not LMCache's, and back to it.
+        """Prepares LMCache's side.
+
+        Args:
+            copies: from memory that is not LMCache's, and back to it.
         """
         self._worker = worker
         self._put, self._get = ("save", "load") if copies else ("put", "get")

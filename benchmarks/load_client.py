@@ -24,7 +24,7 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where requests go and what a right answer is."""
+    """A `Target` says where requests go and which answers are right."""
 
     port: int
     path: str
@@ -50,7 +50,7 @@ class Target:
 
 @dataclass(slots=True)
 class Tally:
-    """What all answers together have shown; times in seconds, counted from when each request should have been sent."""
+    """A `Tally` sums up all answers; times are in seconds from when each request should have been sent."""
 
     ttft_s: "array[float]" = field(default_factory=lambda: array("d"))
     itl_s: "array[float]" = field(default_factory=lambda: array("d"))
@@ -64,7 +64,7 @@ class Tally:
 
 @dataclass(slots=True)
 class Request:
-    """One request in flight."""
+    """A `Request` is a request in flight."""
 
     due_s: float
     """`time.monotonic()` at which it should be sent: its clock starts here."""
@@ -107,7 +107,7 @@ class Pool:
         connection.send(request)
 
     def settle(self, request: Request, error: str | None) -> None:
-        """One request has ended."""
+        """Records that a request has ended."""
         del self._requests[id(request)]
         if error is not None:
             self.tally.errors[error] += 1
@@ -151,7 +151,7 @@ class Pool:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection to the target; one request at a time."""
+    """A `_Connection` is a connection to the target with one request at a time."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool

@@ -21,7 +21,7 @@ class LoadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is asked, and of whom."""
+    """An `Ask` says what is asked, and of which server."""
 
     body: Path
     path: str = "/v1/completions"

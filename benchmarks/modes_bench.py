@@ -41,7 +41,7 @@ _QUIET: Final = ("--log-requests", "off")
 
 
 class Way(NamedTuple):
-    """One way."""
+    """A `Way` is a way to coordinate prefill and decode."""
 
     name: str
     port: int
@@ -50,7 +50,7 @@ class Way(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What was measured of one way: medians over the rounds, in milliseconds."""
+    """A `Row` holds the measurements of one way: medians over the rounds, in milliseconds."""
 
     name: str
     ttft: float

@@ -47,8 +47,10 @@ def reference(processes: Processes, store: str, step_ms: int) -> Engines:
 
 
 def vllm(processes: Processes, folder: Path, store: str) -> Engines:
-    """Stock vLLM with our connector; those that run both legs at once have vLLM's MooncakeConnector. Prompts are never
-    found in an engine's own cache, and what one has saved another may load."""
+    """Starts stock vLLM with the connector; ways that run both legs at once have vLLM's MooncakeConnector.
+
+    Prompts are never found in an engine's own cache, and an engine may load another one's saved KV.
+    """
     from tests.interop.vllm.engines import start_engine, transfer_config
     from tests.interop.vllm.own_connectors import mooncake
     from tests.interop.vllm.tiny_model import make_model

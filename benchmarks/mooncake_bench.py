@@ -1,4 +1,4 @@
-"""How fast the Mooncake store moves pages, against the bare client library on the same cluster in the same run.
+"""Measures how fast the Mooncake store moves pages, against the bare client library on the same cluster.
 
     python -m benchmarks.mooncake_bench [--page-bytes N]... [--total-bytes N] [--rounds N] [--also SETTINGS]...
 

@@ -85,7 +85,7 @@ class _Recorded(Processes):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured of one request."""
+    """A `Row` holds the measurements of one request."""
 
     round: int
     tokens: int
@@ -101,7 +101,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Used:
-    """What the processes of a way have used so far."""
+    """A `Used` holds the resources that the processes of a way have used so far."""
 
     cpu_store_s: float
     cpu_engines_s: float

@@ -47,7 +47,7 @@ class OpenLoop:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many requests at once, until so many are done or the time is over."""
+    """A `ClosedLoop` keeps a number of requests in flight, until enough are done or the time is over."""
 
     concurrency: int
     requests: int
@@ -61,7 +61,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What one run has shown. Times are milliseconds."""
+    """A `Report` holds the result of one run; times are milliseconds."""
 
     mode: str
     asked_per_s: float | None

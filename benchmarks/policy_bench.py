@@ -1,4 +1,4 @@
-"""What a policy costs: CPU per request of `kvparams proxy` with prompts of 8,000 token ids, beside round robin.
+"""Measures the CPU per request of `kvparams proxy` under a policy, beside round robin, with prompts of 8,000 token ids.
 
 Both proxies stand before the same stub engines and are asked in turns, so noise hits neighbours alike; the figure is
 the median of the ratios of single rounds. The first 73 % of a prompt are everybody's, and engines report them as
@@ -31,7 +31,7 @@ _LIMIT_S: Final = 60.0
 
 
 def _body(number: int) -> bytes:
-    """Of a round. Its number and the counter behind it are one of the ids."""
+    """Returns the body of a round, whose number and the counter behind it are one of the ids."""
     ids = list(map(str, random.Random("policy").choices(range(1000, 128_000), k=_TOKENS)))
     ids[int(_TOKENS * _SHARED)] = f"{2 + number % 40}@@@@@@@@"
     return b'{"model":"stub","max_tokens":16,"temperature":0.0,"prompt":[%b]}' % ",".join(ids).encode()

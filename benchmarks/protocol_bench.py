@@ -1,4 +1,4 @@
-"""What the protocol costs on the request path: `make bench-protocol`.
+"""Measures the cost of the protocol on the request path: `make bench-protocol`.
 
 One request with a prompt of 8,000 tokens (or `--tokens`), both legs: the document and the native keys of prefill, those
 of decode with the 500 blocks that prefill has answered with, and their way into the client's body. Then what the other
@@ -185,7 +185,7 @@ Row = tuple[str, Callable[[], object]]
 
 
 def rows(tokens: int) -> list[Row]:
-    """Everything that is measured."""
+    """Returns all measured rows."""
     draw = random.Random(1)
     ids = array("I", (draw.randrange(128_000) for _ in range(tokens)))
     blocks = [draw.randrange(100_000) for _ in range(-(-tokens // BLOCK))]

@@ -1,4 +1,4 @@
-"""What the proxy alone costs: CPU per request, memory, and the latency it adds, with stub engines and no peer.
+"""Measures the proxy alone: CPU per request, memory, and added latency, with stub engines and no peer.
 
 Every figure has its floor beside it. Three subjects take turns within each round, so that they meet the same noise:
 `direct` (a stub engine asked without any proxy), `floor` (a relay of the two legs that does nothing else) and `proxy`
@@ -68,14 +68,14 @@ class _Bench:
         )
 
     def ask(self, scenario: Scenario) -> Ask:
-        """What the scenario asks, its body in a file."""
+        """Returns the scenario's request, with its body in a file."""
         body = self._bodies / f"{scenario.name}.json"
         if not body.exists():
             body.write_bytes(scenario.body)
         return Ask(body, events=scenario.events)
 
     def closed(self, subject: _Subject, scenario: Scenario, share: float) -> ClosedRow:
-        """One round of the closed loop with `share` of the scenario's requests."""
+        """Runs one round of the closed loop with `share` of the scenario's requests."""
         self._prepare(scenario)
         before = tree_usage(subject.pid) if subject.pid else None
         report = closed(
@@ -94,7 +94,7 @@ class _Bench:
     def open(
         self, subject: _Subject, scenario: Scenario, *, rate_per_s: float, duration_s: float, seed: int
     ) -> OpenRow:
-        """One round of the open loop; the same seed asks every subject at the same moments."""
+        """Runs one round of the open loop; the same seed asks every subject at the same moments."""
         self._prepare(scenario)
         ask = self.ask(scenario)
         report = open_at(
@@ -119,7 +119,7 @@ class _Bench:
         http_get(f"{self._stub_url}/reset")
 
     def _check(self, subject: _Subject, requests: int) -> None:
-        """What the engines saw must be what was asked: both legs of every request, both with KV params."""
+        """Checks that the engines saw both legs of every request, both with KV params."""
         counters = json.loads(http_get(f"{self._stub_url}/stats")[1]).values()
         names = ("requests", "prefill", "decode_with_kv", "aborted", "live")
         seen = {name: sum(each[name] for each in counters) for name in names}

@@ -14,7 +14,7 @@ __all__ = ["ClosedRow", "OpenRow", "Results", "SummaryRow", "table"]
 
 @dataclass(frozen=True, slots=True)
 class ClosedRow:
-    """One subject in one scenario and round of the closed loop."""
+    """A `ClosedRow` is one subject in one scenario and round of the closed loop."""
 
     scenario: str
     subject: str
@@ -26,7 +26,7 @@ class ClosedRow:
 
 @dataclass(frozen=True, slots=True)
 class OpenRow:
-    """One subject in one scenario and round of the open loop."""
+    """An `OpenRow` is one subject in one scenario and round of the open loop."""
 
     scenario: str
     subject: str
@@ -41,7 +41,10 @@ class OpenRow:
 
 @dataclass(frozen=True, slots=True)
 class SummaryRow:
-    """One subject in one scenario; medians over the rounds, `added` is over `direct` in the same round."""
+    """A `SummaryRow` is one subject in one scenario.
+
+    Values are medians over the rounds, `added` is over `direct` in the same round.
+    """
 
     scenario: str
     subject: str
@@ -64,7 +67,7 @@ class Results:
     open: list[OpenRow] = field(default_factory=list[OpenRow])
 
     def summary(self) -> list[SummaryRow]:
-        """One row per scenario for the floor and one for the proxy."""
+        """Returns one row per scenario for the floor and one for the proxy."""
         scenarios = list(dict.fromkeys(row.scenario for row in self.closed))
         return [self._sum_up(scenario, subject) for scenario in scenarios for subject in ("floor", "proxy")]
 

@@ -48,7 +48,7 @@ _NAMES = {OURS: "kvparams proxy", OTHER: "the same otherwise", "vr-pd-rr": "vllm
 
 
 def name_of(router: str) -> str:
-    """What a router of the rig is called in a report."""
+    """Returns the name of a router of the rig in a report."""
     return _NAMES.get(router, router)
 
 
@@ -83,7 +83,7 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """What the engines counted."""
+    """A `Counted` holds the engines' counts."""
 
     prefill_requests: int
     decode_requests: int
@@ -93,7 +93,7 @@ class Counted:
     """Of all requests, those that carried what makes a decode leg with KV."""
 
     def problem(self, answered: int, in_flight: int, *, plain: bool = False) -> str | None:
-        """What is wrong with it if `answered` requests were answered and at most `in_flight` more were cut off.
+        """Returns the fault of the counts after `answered` answers and at most `in_flight` cut-off requests, or None.
 
         `plain` has one leg for each request, without KV params.
         """
@@ -178,7 +178,7 @@ class Rig:
                 path.write_text(previous)
 
     def router(self, name: str) -> Router:
-        """How the rig starts this router. Raises StartError if it knows none of that name."""
+        """Returns the command by which the rig starts this router, or raises StartError if the rig does not know it."""
         listing = subprocess.run(
             self.bench("--list"), env=self.environment, capture_output=True, text=True, check=True, timeout=30
         ).stdout
@@ -191,7 +191,7 @@ class Rig:
         return Router(name, command, port, tuple(f"http://127.0.0.1:{port}{path}" for path in paths))
 
     def ask(self, scenario: str) -> Ask:
-        """What a scenario asks."""
+        """Returns the request of a scenario."""
         found = SCENARIOS[scenario]
         return Ask(self.directory / "bodies" / f"{found.body}.json", events=found.events)
 
@@ -200,7 +200,7 @@ class Rig:
         http_get(f"{_STATS_URL}/set?itl_us={SCENARIOS[scenario].itl_us}&ttft_us=0&prefill_us=0")
 
     def counted(self) -> Counted:
-        """What the engines have counted since."""
+        """Returns the engines' counts since then."""
         stats = cast("dict[str, _EngineStats]", json.loads(http_get(f"{_STATS_URL}/stats")[1]))
         engines = {int(port): engine for port, engine in stats.items()}
         return Counted(

@@ -24,7 +24,7 @@ _STOP_S = 30.0
 
 
 class Row(TypedDict):
-    """What is used of a row of the rig."""
+    """A `Row` holds the used values of a row of the rig."""
 
     router: str
     sc: str

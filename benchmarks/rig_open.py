@@ -25,7 +25,7 @@ _CAPACITY_TRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class OpenFigures:
-    """One router in one round."""
+    """An `OpenFigures` holds the figures of one router in one round."""
 
     scenario: str
     router: str

@@ -1,4 +1,4 @@
-"""What is asked in a measurement: prompts of a size, whole or streamed, at a concurrency. Pure.
+"""Defines the requests of a measurement: prompts of a size, whole or streamed, at a concurrency. Pure.
 
 The same scenario is the same bytes in every run, up to the counter that makes each prompt another. Names: `ns` whole
 answers, `stb` streams as fast as the engine can, `st` streams paced at 20 ms; `s` 200 and `l` 8,000 tokens of prompt;
@@ -22,7 +22,7 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One row of the table."""
+    """A `Scenario` is a row of the table."""
 
     name: str
     prompt_tokens: int

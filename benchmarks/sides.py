@@ -83,10 +83,12 @@ class OurStore:
     """The store, in batches."""
 
     def __init__(self, store: KVStore, batch_bytes: int, identities: Sequence[PageIdentity] = ()) -> None:
-        """Args:
-        batch_bytes: what is put or read in one job.
-        identities: if there are any, pages are sealed before they are put and verified when they are read, as a
-            connector does: each page right before it goes, and when it arrives, if the store says so.
+        """Prepares a store for measurements.
+
+        Args:
+            batch_bytes: what is put or read in one job.
+            identities: if there are any, pages are sealed before they are put and verified when they are read, as a
+                connector does: each page right before it goes, and when it arrives, if the store says so.
         """
         self._store = store
         self._batch_bytes = batch_bytes
@@ -175,7 +177,7 @@ def in_turns(
 
 
 def processor() -> str:
-    """What the machine's processor is called."""
+    """Returns the name of the machine's processor."""
     for text in Path("/proc/cpuinfo").read_text().splitlines():
         if text.startswith("model name"):
             return text.partition(":")[2].strip()

@@ -1,4 +1,4 @@
-"""How fast a store moves pages, against the copying of the same bytes by one core in the same run.
+"""Measures how fast a store moves pages, against the copying of the same bytes by one core in the same run.
 
     python -m benchmarks.store_bench [--store URL]... [--page-bytes N] [--pages N] [--batch N] [--rounds N]
 
@@ -37,7 +37,7 @@ _DEADLINE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of the table."""
+    """A `Line` is a line of the table."""
 
     what: str
     gb_per_s: Interval

@@ -1,4 +1,4 @@
-"""What it costs the proxy to know the token ids of a prompt, beside everything else that it does.
+"""Measures the cost of knowing a prompt's token ids in the proxy, beside its other work.
 
 Every figure has its yardstick in the same round: the bare tokenizer on the whole text, and the proxy without
 `--tokenizer` on the same requests.

@@ -1,4 +1,4 @@
-"""How fast the Valkey store moves pages, against a bare socket and valkey-py to the same server in the same run.
+"""Measures how fast the Valkey store moves pages, against a bare socket and valkey-py to the same server.
 
     python -m benchmarks.valkey_bench [--transport tcp|unix]... [--page-bytes N]... [--total-bytes N] [--rounds N]
                                       [--also SETTINGS]...

@@ -1,4 +1,4 @@
-"""What there is to reach over Valkey on this machine: bare clients that do what a store and a connector have to do.
+"""Measures the limit of Valkey on this machine: bare clients that do the work of a store and a connector.
 
     python -m benchmarks.valkey_limit [--transport tcp|unix]... [--page-bytes N]... [--total-bytes N] [--rounds N]
 
@@ -74,8 +74,10 @@ class Bare:
     """A bare socket that does something with each page before it is sent, and after it has come."""
 
     def __init__(self, transport: str, place: str | int, before: Work, after: Work, *, two: bool = False) -> None:
-        """Args:
-        two: `before` and `after` are done in a second thread.
+        """Connects to the server.
+
+        Args:
+            two: `before` and `after` are done in a second thread.
         """
         if transport == "unix":
             self._socket = socket.socket(socket.AF_UNIX)

@@ -106,7 +106,7 @@ def in_rounds(rounds: int, sides: Mapping[str, Callable[[int], float]], *, seed:
 
 
 def _told(found: Rounds, name: str, other: str) -> dict[str, object]:
-    """One side against another, for the record."""
+    """Returns the comparison of two sides, for the record."""
     ratio = _ratio(found, name, other)
     return {
         "ratio": asdict(ratio),
@@ -291,7 +291,7 @@ def _miss(
 
 
 def _memcpy_s_per_byte() -> float:
-    """Of 64 MiB, so that it is not in a cache."""
+    """Measures the copying of 64 MiB, which is more than a cache holds."""
     source, target = np.ones(64 << 20, np.uint8), np.zeros(64 << 20, np.uint8)
     times: list[float] = []
     for _ in range(9):

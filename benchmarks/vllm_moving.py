@@ -54,7 +54,7 @@ _WAYS: Final = ("decided", "stays", "computed")
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One answer."""
+    """A `Turn` is the answer to one turn."""
 
     seconds: float
     """To its first token."""
@@ -127,7 +127,7 @@ class _Conversations:
 
 
 def _own(engine: str) -> str:
-    """What a model is called that only this engine serves."""
+    """Returns the name of a model that only this engine serves."""
     return f"tiny-{engine}"
 
 

@@ -11,10 +11,10 @@ if TYPE_CHECKING:  # vLLM's own classes, as far as they matter here
         """vllm/distributed/kv_transfer/kv_connector/v1/base.py."""
 
     class SupportsHMA:
-        """Of the same file."""
+        """Stands for the class of the same file."""
 
     class KVConnectorMetadata:
-        """Of the same file."""
+        """Stands for the class of the same file."""
 
 else:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -27,7 +27,7 @@ __all__ = ["NullConnector"]
 
 
 class _Nothing(KVConnectorMetadata):
-    """Nothing is ordered."""
+    """A `_Nothing` carries no orders."""
 
 
 class NullConnector(KVConnectorBase_V1, SupportsHMA):

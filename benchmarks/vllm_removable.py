@@ -16,8 +16,11 @@ __all__ = ["RemovableConnector"]
 
 
 class RemovableConnector(KVParamsConnector):
-    """Ours; SIGUSR1 takes it out, SIGUSR2 puts it back. vLLM holds it in two places, one for each half
-    (vllm/v1/core/sched/scheduler.py and vllm/distributed/kv_transfer/kv_transfer_state.py, 0.32)."""
+    """Wraps the connector; SIGUSR1 takes it out, SIGUSR2 puts it back.
+
+    vLLM holds it in two places, one for each half (vllm/v1/core/sched/scheduler.py and
+    vllm/distributed/kv_transfer/kv_transfer_state.py, 0.32).
+    """
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)

@@ -66,7 +66,7 @@ class _Engines:
         processes.wait_ready(*self._servers, within_s=_READY_S)
 
     def proxy(self, name: str, policy: str, *, hears: bool) -> Server:
-        """One before both."""
+        """Starts a proxy before both engines."""
         entries: list[dict[str, str]] = []
         for engine in self._servers:
             heard = {"kv_events": self._at(engine.name, "said"), "kv_events_replay": self._at(engine.name, "again")}
@@ -78,7 +78,7 @@ class _Engines:
         return self._processes.start(name.replace(" ", "-"), *command, port=port)
 
     def tokens(self) -> tuple[float, float]:
-        """Of all prompts so far, and of these found in caches."""
+        """Returns the tokens of all prompts so far, and those found in caches."""
         seen = [counters(engine) for engine in self._servers]
         asked, found = (sum(each[f"vllm:prefix_cache_{what}_total"] for each in seen) for what in ("queries", "hits"))
         return asked, found
@@ -116,7 +116,7 @@ async def _converse(client: httpx.AsyncClient, url: str, chance: random.Random, 
 
 
 async def _all(url: str, seeds: Sequence[str]) -> list[float]:
-    """Of all turns of some conversations at once, the times to the first token."""
+    """Returns the times to the first token of all turns of some conversations, held at once."""
     found: list[float] = []
     async with httpx.AsyncClient(timeout=120) as client, asyncio.TaskGroup() as group:
         for seed in seeds:

@@ -55,7 +55,7 @@ _BYTES: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """How an engine is started."""
+    """A `_Side` says how an engine is started."""
 
     transfer: str | None
     environment: dict[str, str] = field(default_factory=dict[str, str])
@@ -87,7 +87,7 @@ def _sides(folder: Path, memory: str, stack: ExitStack, wanted: Callable[[str], 
 
 
 def _start(processes: Processes, model: Path, sides: Mapping[str, _Side]) -> dict[str, Server]:
-    """Those that start; of the others it is printed why not."""
+    """Returns the engines that start, and prints why the others do not."""
     path = os.pathsep.join([_ROOT, os.environ.get("PYTHONPATH", "")])
     servers = {
         name: start_engine(
@@ -113,7 +113,7 @@ def _start(processes: Processes, model: Path, sides: Mapping[str, _Side]) -> dic
 
 
 def _stored_bytes(server: Server) -> float:
-    """What an engine says it has stored."""
+    """Returns the bytes that an engine reports as stored."""
     return sum(value for name, value in counters(server).items() if _BYTES.match(name))
 
 

@@ -35,7 +35,7 @@ def freeze(folder: Path) -> None:
 
 
 def faults(folder: Path) -> list[str]:
-    """What in a released folder is not as it was: one line each."""
+    """Returns the changes in a released folder, one line each."""
     if not (folder / DIGESTS).is_file():
         return [f"{DIGESTS}: is missing"]
     lines = (folder / DIGESTS).read_text("utf-8").splitlines()

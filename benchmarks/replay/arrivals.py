@@ -20,7 +20,7 @@ _LATEST_S: Final = 60.0
 async def arrive(
     trace: Sequence[Request], speed: float, port: int, body: Callable[[Request], bytes], *, stream: bool = False
 ) -> Tally:
-    """What came of all requests, so many times as fast as they stand there, the first one at once.
+    """Sends all requests at a multiple of their speed, the first one at once, and returns the results.
 
     Raises:
         TimeoutError: some were not answered within a minute of the last one.

@@ -1,4 +1,4 @@
-"""What a router believes to be in the workers' caches.
+"""Models a router's beliefs about the workers' caches.
 
 The index of the proxy (`kvparams.index`) is held to do the same on real token ids; here a dictionary of blocks does.
 """
@@ -14,10 +14,10 @@ __all__ = ["Belief", "ByEvents", "BySelf", "Routed"]
 
 
 class Belief(Protocol):
-    """What one worker is believed to hold, in blocks."""
+    """A `Belief` is the set of blocks that one worker is believed to hold."""
 
     def match(self, blocks: Sequence[int]) -> int:
-        """How many from the beginning."""
+        """Returns the number of blocks held from the beginning."""
         ...
 
     def routed(self, leg: Leg) -> None:
@@ -25,16 +25,16 @@ class Belief(Protocol):
         ...
 
     def done(self, leg: Leg) -> None:
-        """That leg has ended; `leg.cached` is what it found in its cache."""
+        """Records the end of a leg; `leg.cached` is the number of blocks that it found in its cache."""
         ...
 
     def event(self, came: Sequence[int], went: Sequence[int]) -> None:
-        """What it says itself."""
+        """Records an event of the worker."""
         ...
 
 
 class ByEvents:
-    """What the worker says, and what it will hold when it has computed what was given to it."""
+    """A `ByEvents` believes the worker's events, and predicts the blocks of the prompts that it was given."""
 
     def __init__(self) -> None:
         self._said = set[int]()
@@ -44,7 +44,7 @@ class ByEvents:
         """Both."""
 
     def match(self, blocks: Sequence[int]) -> int:
-        """How many from the beginning."""
+        """Returns the number of blocks held from the beginning."""
         return matched(blocks, self._held)
 
     def routed(self, leg: Leg) -> None:
@@ -72,14 +72,14 @@ class ByEvents:
 
 
 class Routed:
-    """What was routed there, as much as its cache is said to hold; never corrected."""
+    """A `Routed` believes in the routed blocks, as many as the cache is said to hold, without correction."""
 
     def __init__(self, capacity: int) -> None:
         """`capacity` in blocks."""
         self._cache = BlockCache(capacity)
 
     def match(self, blocks: Sequence[int]) -> int:
-        """How many from the beginning."""
+        """Returns the number of blocks held from the beginning."""
         return self._cache.match(blocks)
 
     def routed(self, leg: Leg) -> None:
@@ -87,14 +87,14 @@ class Routed:
         self._cache.use(leg.request.blocks)
 
     def done(self, leg: Leg) -> None:
-        """What the engine reports is not looked at."""
+        """Ignores the engine's report."""
 
     def event(self, came: Sequence[int], went: Sequence[int]) -> None:
         """Nor what it says."""
 
 
 class BySelf:
-    """What was routed there, corrected by what its engine reports as cached. Nothing else is needed.
+    """A `BySelf` believes in the routed blocks, corrected by the engine's reports of cached blocks.
 
     Everything is kept in the order of last use, in more than the believed size. A block that was believed to be there
     and was not says more than itself: everything used longer ago has gone too, and that is how large the cache is. One
@@ -113,7 +113,7 @@ class BySelf:
         self._routed: dict[int, tuple[list[int], int]] = {}
 
     def match(self, blocks: Sequence[int]) -> int:
-        """How many from the beginning."""
+        """Returns the number of blocks held from the beginning."""
         return matched(blocks, self._used)
 
     def routed(self, leg: Leg) -> None:
@@ -133,7 +133,7 @@ class BySelf:
         self._shrink(-1)
 
     def done(self, leg: Leg) -> None:
-        """What it found is held against what was believed."""
+        """Compares the engine's report with the belief, and corrects the believed size."""
         since, ghosts = self._routed.pop(leg.number)
         if leg.cached < len(since):
             before = len(self._used)

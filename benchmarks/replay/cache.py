@@ -8,12 +8,12 @@ __all__ = ["BlockCache", "matched"]
 
 
 def matched(blocks: Sequence[int], held: Container[int]) -> int:
-    """How many blocks from the beginning are held."""
+    """Returns the number of blocks held from the beginning."""
     return sum(1 for _ in takewhile(held.__contains__, blocks))
 
 
 class BlockCache:
-    """What one worker, or a store, holds."""
+    """A `BlockCache` is the cache of one worker, or a store."""
 
     def __init__(self, capacity: int) -> None:
         """Holds so many blocks at most."""
@@ -22,7 +22,7 @@ class BlockCache:
         """The blocks, what goes first at the front."""
 
     def match(self, blocks: Sequence[int]) -> int:
-        """How many blocks from the beginning it holds."""
+        """Returns the number of blocks that it holds from the beginning."""
         return matched(blocks, self.held)
 
     def use(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:

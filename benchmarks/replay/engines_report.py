@@ -21,7 +21,7 @@ __all__ = ["Line", "Part", "Said", "lines", "table", "write_plot"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the trace under one policy."""
+    """A `Part` is a part of the trace under one policy."""
 
     policy: str
     number: int
@@ -48,7 +48,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What the model says of one policy."""
+    """A `Said` is the model's prediction for one policy."""
 
     policy: str
     mean_s: float
@@ -133,7 +133,7 @@ def table(parts: Sequence[Part], said: Sequence[Said]) -> str:
 
 
 def write_plot(parts: Sequence[Part], policies: Sequence[str], path: Path) -> None:
-    """What was found in caches, the ratios of means part by part, and how first tokens spread, as a PNG."""
+    """Plots the cached shares, the ratios of means part by part, and the spread of first tokens, as a PNG."""
     rows = lines(parts, policies)
     figure = Figure(figsize=(13, 4), layout="constrained")
     names = [row.policy for row in rows]

@@ -1,5 +1,8 @@
-"""Traces made up, each by a seed, the same every time. `uniform` and `bursts` are of kinds that no policy here was
-developed on; `agents` and `documents` have since changed `cache_aware`."""
+"""Generates traces, each by a seed, the same every time.
+
+`uniform` and `bursts` are of kinds that no policy here was developed on; `agents` and `documents` have since changed
+`cache_aware`.
+"""
 
 from collections.abc import Callable, Sequence
 from itertools import count

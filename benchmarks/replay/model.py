@@ -48,7 +48,7 @@ class Leg:
 
 
 class Router(Protocol):
-    """Who decides. It knows nothing but what it is told here."""
+    """A `Router` chooses workers, and knows only the events that it is told."""
 
     def place(self, leg: Leg, now: float) -> int:
         """The prefill worker for a request; may set `leg.fetch`."""
@@ -59,7 +59,7 @@ class Router(Protocol):
         ...
 
     def event(self, worker: int, came: Sequence[int], went: Sequence[int]) -> None:
-        """What a worker says about its cache."""
+        """Records a worker's event about its cache."""
         ...
 
     def decode(self, leg: Leg, running: Sequence[int]) -> int:
@@ -69,7 +69,7 @@ class Router(Protocol):
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of it."""
+    """An `Outcome` is the result of a request."""
 
     ttft_s: list[float] = field(default_factory=list[float])
     """In the order of arrival."""
@@ -133,12 +133,12 @@ class _Decoder:
         return told
 
     def join(self, number: int, tokens: int) -> None:
-        """One more answer."""
+        """Adds an answer."""
         heappush(self.ends, (self.clock + tokens, number, self.now, tokens))
 
 
 class _Replay:
-    """One run."""
+    """A `_Replay` is the state of one run."""
 
     def __init__(self, trace: Sequence[Request], speed: float, world: World, router: Router) -> None:
         self._world = world

@@ -15,7 +15,7 @@ __all__ = ["Ours"]
 
 
 class _Seat:
-    """One instance: a `kvparams.instances.Candidate`."""
+    """A `_Seat` is an instance: a `kvparams.instances.Candidate`."""
 
     __slots__ = ("backlog", "belief", "in_flight", "index", "instance", "tokens")
 

@@ -1,4 +1,4 @@
-"""What is replayed: five questions, each a list of runs."""
+"""Lists the runs of the replay, by the five questions that they answer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One run."""
+    """A `Row` is the result of one run."""
 
     part: str
     point: str
@@ -66,7 +66,7 @@ POINTS: Final = tuple(Point("trace", blocks, load) for blocks in (1000, 4000, 16
 
 
 def speed_for(trace: Sequence[Request], world: World, load: float) -> float:
-    """How many times as fast requests arrive when round robin keeps workers so busy while they arrive."""
+    """Returns the speed-up of the trace at which round robin keeps workers busy at this load."""
     busy_s = sum(replay(trace, 1.0, world, RoundRobin(world)).busy_s)
     return load * world.workers * trace[-1].at / busy_s
 
@@ -126,7 +126,7 @@ def store(trace: Sequence[Request]) -> Iterator[Run]:
 
 
 def hardship(trace: Sequence[Request]) -> Iterator[Run]:
-    """What no policy is told of. The speed at which requests arrive is found anew for each."""
+    """Runs each policy under conditions that it is not told of, each at a speed found anew."""
     cost = Cost(pair_s=2e-9)
     for point in (POINTS[0], POINTS[3]):
         plain = World(point.blocks)

@@ -29,7 +29,7 @@ __all__ = ["PEERS", "Dynamo", "FewestRequests", "LeastLoad", "LlmD", "Mooncake",
 
 
 class Peer(ABC):
-    """What all have: what runs where."""
+    """A `Peer` tracks the running legs, as all peers do."""
 
     def __init__(self, world: World) -> None:
         self.running = [0] * world.workers
@@ -49,7 +49,7 @@ class Peer(ABC):
         self.running[leg.worker] -= 1
 
     def event(self, worker: int, came: Sequence[int], went: Sequence[int]) -> None:  # noqa: B027  most take no notice
-        """Nothing is made of it."""
+        """Ignores the event."""
 
     def decode(self, leg: Leg, running: Sequence[int]) -> int:
         """The fewest answers."""
@@ -171,7 +171,7 @@ class LlmD(Indexed):
         self._die = Random(world.seed)
 
     def belief(self, world: World) -> Belief:
-        """What was routed there, as much as the engine says that it holds."""
+        """Returns a belief in the routed blocks, as many as the engine says that it holds."""
         return Routed(world.blocks)
 
     def pick(self, leg: Leg, now: float) -> int:

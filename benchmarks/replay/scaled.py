@@ -52,7 +52,7 @@ class Counts(NamedTuple):
     computed: float = 0.0
 
     def since(self, before: "Counts") -> "Counts":
-        """What came on top of `before`."""
+        """Returns the counts since `before`."""
         return Counts(*(now - then for now, then in zip(self, before, strict=True)))
 
     @property
@@ -63,7 +63,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How large and how fast the engines are."""
+    """A `Scale` says how large and how fast the engines are."""
 
     prefill: int
     decode: int
@@ -100,7 +100,7 @@ def _ids(block: int) -> str:
 
 
 def body(request: Request) -> bytes:
-    """What is sent: a stream is asked for, its answer scaled down as its prompt."""
+    """Returns the body of a streaming request, whose answer is scaled down as its prompt is."""
     answer = max(1, min(_ANSWER, request.output * TOKENS // BLOCK))
     said = {"model": "reference", "max_tokens": answer, "temperature": 0, "ignore_eos": True, "stream": True}
     return b'%b,"prompt":[%b]}' % (json.dumps(said)[:-1].encode(), ",".join(map(_ids, request.blocks)).encode())
@@ -138,7 +138,7 @@ class Fleet:
         self._processes.wait_ready(*self.prefill, *self.decode, self.proxy, within_s=120.0)
 
     async def counted(self, client: httpx.AsyncClient) -> tuple[Counts, Counts]:
-        """Of all prefill engines together until now, and of all decode engines."""
+        """Returns the counts so far of all prefill engines, and of all decode engines."""
         return await _counted(client, self.prefill), await _counted(client, self.decode)
 
 

@@ -69,7 +69,7 @@ class WrongCount(Exception):
 
 
 def modelled(trace: Sequence[Request], speed: float, scale: Scale, policy: str, part: int = _PART) -> Said:
-    """What the model says of the same parts."""
+    """Returns the model's predictions for the same parts."""
     world = scale.world
     apart = [one._replace(at=one.at + number // part * _APART_S * speed) for number, one in enumerate(trace)]
     outcome = replay(apart, speed, world, Ours(world, POLICIES[policy], lambda: BySelf(_BELIEVED)))

@@ -49,7 +49,7 @@ _POLICIES: Final = {"round_robin": RoundRobin, "cache_aware": CacheAware}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of one policy."""
+    """A `Found` holds the results of one policy."""
 
     mean_s: float
     """Time to first token, in the trace's seconds."""
@@ -83,7 +83,7 @@ class _Worker:
 
 
 def modelled(trace: Sequence[Request], speed: float, world: World, policy: str) -> Found:
-    """What the model says, without events and with the proxy's idea of the caches' size."""
+    """Returns the model's prediction, without events and with the proxy's estimate of the caches' size."""
     outcome = replay(trace, speed, world, Ours(world, _POLICIES[policy], lambda: BySelf(_BELIEVED)))
     return Found(outcome.mean_s, 1.0 - outcome.computed / outcome.asked)
 

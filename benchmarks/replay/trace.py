@@ -1,4 +1,4 @@
-"""What is replayed: requests with the blocks of their prompts, read from a trace.
+"""Reads requests with the blocks of their prompts from a trace.
 
 A line of a trace is a JSON object: `timestamp` (ms), `input_length`, `output_length` (tokens), `hash_ids` (one for each
 block of 512 tokens; equal ids mean the same tokens after the same prefix), as in the FAST'25 traces of Mooncake
@@ -17,7 +17,7 @@ BLOCK: Final = 512
 
 
 class Request(NamedTuple):
-    """One request of a trace."""
+    """A `Request` is a request of a trace."""
 
     at: float
     """Seconds after the first."""

@@ -1,4 +1,4 @@
-"""What the replayed fleet is like: how fast, how large, how unreliable."""
+"""Defines the replayed fleet: its size, its speed, and its failures."""
 
 from dataclasses import dataclass, field
 from math import exp

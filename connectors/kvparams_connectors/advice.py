@@ -18,7 +18,7 @@ AdviceGrade = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One thing that was looked at."""
+    """An `Advice` is the result of one examination."""
 
     level: AdviceGrade
     finding: str

@@ -16,7 +16,7 @@ _ALIGNMENT: Final = 4096
 
 
 class Slot:
-    """One leased buffer."""
+    """A `Slot` is a leased buffer."""
 
     def __init__(self, arena: "Arena", index: int, view: memoryview) -> None:
         self._arena = arena

@@ -1,4 +1,4 @@
-"""One thread that calls back at a time: deadlines are noticed even if nothing else happens.
+"""Runs one thread that calls back at a time, so that deadlines are noticed even without other events.
 
 Invariant: it is set to the earliest time that matters and asks its owner for the next one; an owner with a thousand
 deadlines has one alarm, not a thousand timers.
@@ -19,9 +19,11 @@ class DeadlineTimer:
     """Rings at a time on the clock of `time.monotonic`. Its thread starts with the first time that is set."""
 
     def __init__(self, name: str, ring: Callable[[float], float | None]) -> None:
-        """Args:
-        name: names the thread.
-        ring: is called with the time; it must be quick and returns when to ring next, or None.
+        """Creates a `DeadlineTimer`.
+
+        Args:
+            name: names the thread.
+            ring: is called with the time; it must be quick and returns when to ring next, or None.
         """
         self._ring = ring
         self._changed = threading.Condition(threading.Lock())

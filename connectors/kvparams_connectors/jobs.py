@@ -22,16 +22,18 @@ _PENDING: Final = object()
 
 
 class Job(Generic[T]):
-    """One piece of submitted work and its result.
+    """A `Job` is a piece of submitted work and its result.
 
     Two moments matter. It is *done* when there is a result to read: the work's own, or the time-out result once the
     deadline has passed. It is *settled* when the work has truly ended: from then on it touches no buffer of the caller.
     """
 
     def __init__(self, deadline: float, timed_out: T) -> None:
-        """Args:
-        deadline: on the clock of `time.monotonic`.
-        timed_out: what the wait resolves to if the deadline passes first.
+        """Creates a `Job`.
+
+        Args:
+            deadline: on the clock of `time.monotonic`.
+            timed_out: what the wait resolves to if the deadline passes first.
         """
         self.deadline: Final = deadline
         self._changed = threading.Condition(threading.Lock())
@@ -96,9 +98,11 @@ class Job(Generic[T]):
         callback()
 
     def add_before_done_callback(self, callback: Callable[[T | None], object]) -> None:
-        """Call `callback` once, before anybody who waits hears that the work has ended: in the thread that ends it,
-        with what they will hear, or None if that is an exception. If it is ending already: as
-        `add_settled_callback`."""
+        """Calls `callback` once, before any waiter hears that the work has ended.
+
+        It runs in the thread that ends the work, with the waiters' result, or None if that is an exception. If the work
+        is ending already, it behaves as `add_settled_callback`.
+        """
         with self._changed:
             if not self._ending:
                 self._before_done.append(callback)
@@ -244,10 +248,12 @@ class WorkerPool:
     """A few threads that do jobs in the order in which they were submitted."""
 
     def __init__(self, name: str, *, threads: int = 1, max_waiting: int = 4096) -> None:
-        """Args:
-        name: names the threads.
-        threads: how many jobs run at a time.
-        max_waiting: how many more may wait; what comes on top is refused.
+        """Creates a `WorkerPool`.
+
+        Args:
+            name: names the threads.
+            threads: how many jobs run at a time.
+            max_waiting: how many more may wait; what comes on top is refused.
         """
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(max_waiting)
         self._lock = threading.Lock()

@@ -13,7 +13,7 @@ _EVERY_S: Final = 60.0
 
 
 class LogRateLimiter:
-    """One kind of line. Any thread may use it."""
+    """A `LogRateLimiter` limits one kind of log line; any thread may use it."""
 
     def __init__(self, every_s: float = _EVERY_S) -> None:
         self._every_s: Final = every_s

@@ -113,8 +113,7 @@ class KVStore(ABC):
         """OK with the value's size, if the store tells it (`Result.has_size`), or MISS."""
 
     def exists_nowait(self, keys: Sequence[str]) -> Results | None:
-        """Returns what `exists` would answer, for callers that cannot afford to wait for another thread; None: ask
-        `exists`.
+        """Returns the answer of `exists` without waiting for another thread, or None to ask `exists` instead.
 
         Only where the answer lies in this process's memory: no lock is taken that anybody holds while he works, nobody
         is asked, and what is wrong is None.
@@ -131,20 +130,24 @@ class KVStore(ABC):
 
     @property
     def address(self) -> str | None:
-        """Returns where other processes can read what this one has put, `host:port`; None where a shared store has
-        it."""
+        """Returns the `host:port` at which other processes can read this one's values; None for a shared store."""
         return None
 
     def hint_location(self, keys: Sequence[str], source: str) -> None:  # noqa: B027 - most stores have nothing to do here
-        """Whoever made these values says where they can be read (its `address`): a hint, for the next get or exists of
-        these keys. A store goes only where its own settings allow. Returns at once."""
+        """Takes a hint where these values can be read (the maker's `address`), for the next get or exists of the keys.
+
+        A store connects only where its own settings allow. Returns at once.
+        """
 
     def quarantine(self, keys: Sequence[str]) -> None:  # noqa: B027 - most stores have nothing to do here
         """The caller found these values damaged: a store that can keeps from finding them again. Returns at once."""
 
     def discard(self, keys: Sequence[str], deadline_s: float = DEFAULT_DEADLINE_S) -> Job[Results]:
-        """The caller found damaged what a get of these keys gave last: `quarantine` and `delete`. A store that has
-        several copies of a value spares those that the bytes did not come from. Results as of `delete`."""
+        """Quarantines and deletes values that the caller found damaged after the last get of these keys.
+
+        A store that has several copies of a value spares those that the bytes did not come from. Results as of
+        `delete`.
+        """
         self.quarantine(keys)
         return self.delete(keys, deadline_s)
 
@@ -167,7 +170,7 @@ class BlockingStore(KVStore):
         self._released = False
 
     def register(self, arena: "Arena") -> None:
-        """Nothing: a store that copies with the CPU need not know."""
+        """Does nothing: a store that copies with the CPU need not know."""
 
     @abstractmethod
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:

@@ -90,8 +90,10 @@ class PutOp:
     meanwhile."""
 
     def resolve_before_read(self) -> "PutOp":
-        """The same after `before_read` was called: for a store that hands the value on, or looks at it more than
-        once."""
+        """Calls `before_read` and returns the operation without it.
+
+        It serves a store that hands the value on, or looks at it more than once.
+        """
         if self.before_read is None:
             return self
         self.before_read()

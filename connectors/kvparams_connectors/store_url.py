@@ -1,8 +1,8 @@
 """A store's URL and the settings in it: `scheme://place?name=value&name=value`.
 
-The same names mean the same thing for every store (`size`, `threads`). The one rule: a setting that a store does not
-know is refused, with the known ones listed; a misspelt limit must not be a limit that is silently not there. A URL may
-have a secret in it where it should have none, so what is said of one is what `redact_url` leaves of it.
+The same names mean the same thing for every store (`size`, `threads`). A setting that a store does not know is refused,
+with the known ones listed; a misspelt limit must not be a limit that is silently not there. A URL may have a secret in
+it where it should have none, so what is said of one is what `redact_url` leaves of it.
 """
 
 import re
@@ -48,7 +48,7 @@ class StoreUnreachable(StoreError):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens there."""
+    """Returns True if only this machine can reach a server at this host."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -68,7 +68,9 @@ def parse_size(text: str) -> int:
 
 
 def redact_url(text: str) -> str:
-    """What may be said of a URL, good or malformed: no user, no password, of unknown settings the names only.
+    """Returns a printable form of a URL, good or malformed.
+
+    It has no user and no password, and only the names of unknown settings.
 
     `valkey://...@host:6379?ttl=5&password=...`; a tier's URL stands in parentheses: `tiered:?l1=(memory:?size=1GiB)`.
     """
@@ -113,8 +115,10 @@ def _shown_setting(name: str, equals: str, value: str, *, tiers: bool) -> str:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StoreURL:
-    """A store's URL, taken apart. Its `repr` and its `redacted` can be shown; the other fields are as they were
-    given."""
+    """A `StoreURL` holds the parts of a store's URL.
+
+    Its `repr` and its `redacted` can be shown; the other fields are as they were given.
+    """
 
     raw: str
     """The URL itself, to open it with: never for a message or a log."""

@@ -106,7 +106,10 @@ def _refusal(store: str, port: int | None, *, vllm: bool = False) -> str | None:
 
 
 def _size_bytes(url: StoreURL) -> int | None:
-    """What the URL says, or an existing file; a new store is not made only to find out that it is too small."""
+    """Returns the size that the URL names, or that of an existing file.
+
+    A new store is not made only to find out that it is too small.
+    """
     path = Path(url.path)
     if "size" not in url.settings and url.scheme == "file" and path.is_file():
         return path.stat().st_size

@@ -51,8 +51,10 @@ class Reply:
 
     @property
     def outcome(self) -> tuple[object, ...]:
-        """What must be equal on two engines that do the same: of the reference engine one token is one character, of
-        others there are token ids, and the end marker counts."""
+        """Returns the values that must be equal on two engines that do the same.
+
+        Of the reference engine one token is one character, of others there are token ids, and the end marker counts.
+        """
         texts, finish = sorted(self.texts.items()), sorted(self.finish.items())
         return texts, finish, self.usage["completion_tokens"], sorted(self.token_ids.items())
 
@@ -134,8 +136,10 @@ def _take(reply: Reply, event: JSON, started: float) -> None:
 async def settled(
     client: httpx.AsyncClient, url: str, more: JSON, so: Callable[[Mapping[str, float]], bool]
 ) -> dict[str, float]:
-    """What a server has counted when its counters are `so`, or as they are after 30 s. Some count only when they do
-    something else, so small completions with the members `more` are asked of it meanwhile."""
+    """Returns a server's counters when they are `so`, or as they are after 30 s.
+
+    Some count only when they do something else, so small completions with the members `more` are asked of it meanwhile.
+    """
     until_s = time.monotonic() + _SETTLED_S
     while True:
         found = await scrape(client, url)

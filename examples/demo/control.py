@@ -114,8 +114,10 @@ async def damage_unchecked(
     counts: Counts = REFERENCE,
     more: JSON | None = None,
 ) -> None:
-    """Show that the same damage changes the tokens where nobody checks: the KV that travels does matter. Arguments as
-    for `damage_verified`."""
+    """Shows that the same damage changes the tokens if pages are not checked, so the transferred KV does matter.
+
+    Arguments as for `damage_verified`.
+    """
     body: JSON = {**_LIMITS, **(more or {}), "prompt": _AGAIN}
     reply = await _damaged(client, prefill, decode, store_url, body, counts)
     display.check(

@@ -113,7 +113,7 @@ async def hold_conversations(client: httpx.AsyncClient, fleet: Fleet, display: D
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What engines have counted since they started."""
+    """A `_Seen` holds the engines' counts since they started."""
 
     loaded: float
     """KV from outside, in the fleet's unit."""

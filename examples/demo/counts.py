@@ -1,4 +1,4 @@
-"""Where engines count what the demo proves: KV from outside, prompt tokens computed, pages refused."""
+"""Reads the engines' counters that prove the demo's claims: external KV, computed prompt tokens, refused pages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -86,12 +86,12 @@ def forged_peer(
 
 
 def is_stored(store_url: str, key: str) -> bool:
-    """Whether the page is there, good or not."""
+    """Returns True if the page is stored, good or not."""
     return _read(store_url, key) is not None
 
 
 def _exponent_of_v(page: bytes, layers: int) -> int:
-    """Where the exponent of a stored V element below 1 stands."""
+    """Returns the position of the exponent of a stored V element below 1."""
     values = array("f", page[HEADER_BYTES:])
     # The last part is V of the last layer. It depends on the context, so the bytes around it stand in one page only;
     # V of the first layer depends on the token alone and stands in every page that has the token.

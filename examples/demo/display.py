@@ -1,4 +1,4 @@
-"""What the demo shows while it runs, and how it counts what went wrong.
+"""Prints the demo's progress and counts its failures.
 
 No fault is forgotten; `failures` decides the exit status.
 """
@@ -53,6 +53,6 @@ class Display:
         print("\n" + "  ".join(name.rjust(width) for name, width in names), flush=True)
 
     def row(self, *cells: object) -> None:
-        """One request."""
+        """Prints one request."""
         texts = (f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in cells)
         print("  ".join(text.rjust(width) for text, (_, width) in zip(texts, _COLUMNS, strict=True)), flush=True)

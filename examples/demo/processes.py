@@ -183,8 +183,11 @@ class Processes:
             time.sleep(_POLL_S)
 
     def stop(self, *servers: Server) -> None:
-        """Ask them to end, all at once, and kill what has not after ten seconds, what they had started themselves
-        included: a vLLM that is told to end while it starts leaves its engine behind."""
+        """Terminates all processes at once, and kills those that still run after ten seconds.
+
+        Processes that they started themselves are included: a vLLM that is told to end while it starts leaves its
+        engine behind.
+        """
         for server in servers:
             server.process.terminate()
         deadline = time.monotonic() + _STOP_S

@@ -116,7 +116,7 @@ KINDS: Final = tuple(_STARTS)
 
 
 def _program(name: str) -> str:
-    """Where a program is: beside Python, or on the path."""
+    """Returns the path of a program: beside Python, or on the path."""
     found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if found is None:
         raise ProcessError(f"{name} is not installed; `make servers` and `make install` do that")

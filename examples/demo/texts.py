@@ -1,4 +1,4 @@
-"""What is talked about: real text, long out of copyright.
+"""Holds the texts of the conversations: real text, long out of copyright.
 
 Lewis Carroll, Alice's Adventures in Wonderland (1865); Jane Austen, Pride and Prejudice (1813); Arthur Conan Doyle, A
 Scandal in Bohemia (1891); Abraham Lincoln, Gettysburg Address (1863).
@@ -12,7 +12,7 @@ __all__ = ["ADDRESS", "CONVERSATIONS", "MAX_TURNS", "Conversation"]
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the user says, turn by turn."""
+    """A `Conversation` holds the user's messages, turn by turn."""
 
     name: str
     endpoint: Literal["chat", "completions"]

@@ -28,7 +28,7 @@ _ROOT: Final = Path(__file__).parents[2]
 
 
 class Shape(NamedTuple):
-    """Of a Llama."""
+    """A `Shape` is the geometry of a Llama."""
 
     layers: int
     hidden: int

@@ -42,7 +42,7 @@ _PATIENCE_S: Final = 15.0
 
 
 class Started(NamedTuple):
-    """What was started."""
+    """A `Started` holds the processes that were started."""
 
     fleet: Fleet
     store: str | None

@@ -116,8 +116,10 @@ def nixl_transfer(name: str, role: str) -> Transfer:
 def start_vllm(
     processes: Processes, name: str, model: Path, transfer: Transfer | None = None, *, core: int = 0
 ) -> Server:
-    """Start an engine, 15 s or more until it serves; does not wait for it. `core` is the one it computes on, counted
-    among those that this process may use."""
+    """Starts an engine without waiting for it; it serves after 15 s or more.
+
+    `core` is the one it computes on, counted among those that this process may use.
+    """
     port = free_port()
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     more: Mapping[str, str] = {} if transfer is None else transfer[1]

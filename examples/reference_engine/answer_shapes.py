@@ -59,7 +59,7 @@ class Completion(Answer):
         return decode(self.prompt_of(index)) if self.ask.echo and not self.ask.return_token_ids else ""
 
     def _logprobs(self, index: int, tokens: Listed[Choice], before: int) -> JSON | None:
-        """Of `tokens`, which stand behind `before` others. A token is a character here."""
+        """Returns the logprobs of `tokens`, which stand behind `before` others; a token is a character here."""
         if not tokens or tokens[0].logprob is None:
             return None
         return {
@@ -176,7 +176,10 @@ class Generated(Answer):
 
 
 def _worth(ask: Ask, event: Event, said: object) -> bool:
-    """Whether an event is sent: not while its text may still become a stop string and nothing else was asked for."""
+    """Returns True if an event is sent.
+
+    It is not sent while its text may still become a stop string and no other member was asked for.
+    """
     listed = event.choice is not None and (event.choice.logprob is not None or ask.return_token_ids)
     return bool(said) or event.finish is not None or listed
 

@@ -1,4 +1,4 @@
-"""What all answers have in common, whole or as server-sent events.
+"""Builds the common parts of all answers, whole or as server-sent events.
 
 This module decides nothing; counts come from the sequences and their events.
 """
@@ -23,7 +23,7 @@ DONE: Final = b"data: [DONE]\n\n"
 
 
 def sse(document: JSON) -> bytes:
-    """One event of a stream."""
+    """Returns an event of a stream."""
     return b"data: " + json.dumps(document, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -41,7 +41,7 @@ def usage(sequences: Listed[Sequence], choices: int) -> JSON:
 
 
 def token_text(token: int) -> str:
-    """How a token is written where tokens are listed."""
+    """Returns the text of a token in a list of tokens."""
     return "</s>" if token == EOS else decode([token])
 
 
@@ -64,7 +64,7 @@ def chat_logprobs(tokens: Listed[Choice], *, as_ids: bool = False) -> JSON | Non
 
 @dataclass(slots=True)
 class Grown:
-    """One choice as far as it has grown."""
+    """A `Grown` is the part of a choice that has been generated."""
 
     text: str = ""
     tokens: list[Choice] = field(default_factory=list[Choice])
@@ -114,11 +114,11 @@ class Answer(ABC):
         return grown
 
     def opening(self) -> bytes:
-        """What a stream begins with."""
+        """Returns the first events of a stream."""
         return b""
 
     def chunk(self, event: Event) -> bytes:
-        """One event of a stream; empty when it has nothing to say yet."""
+        """Returns an event of a stream; empty when it has nothing to say yet."""
         grown, index = self.take(event), event.sequence.index
         choice = self.chunk_choice(event, grown)
         if choice is None:
@@ -129,11 +129,11 @@ class Answer(ABC):
         return self.event([{"index": index, **choice}], **more)
 
     def closing(self, counted: JSON | None) -> bytes:
-        """What a stream ends with: the usage, if it was asked for, and the end marker."""
+        """Returns the last events of a stream: the usage, if it was asked for, and the end marker."""
         return (b"" if counted is None else self.event([], usage=counted)) + DONE
 
     def event(self, choices: list[JSON], **more: object) -> bytes:
-        """One event with the members that all have."""
+        """Returns an event with the members that all events have."""
         return sse({**self._marked(self.chunk_kind), "choices": choices, **more})
 
     @abstractmethod

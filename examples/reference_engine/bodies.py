@@ -1,4 +1,4 @@
-"""What the bodies of all generating endpoints have in common: their members, the checks, and what comes out of them.
+"""Parses and checks the members that the bodies of all generating endpoints have in common.
 
 A known member that this engine does not support is refused with an error, never ignored; an unknown member is ignored.
 """
@@ -72,7 +72,10 @@ class ResponseFormat(BaseModel):
 
 
 class SamplingBody(BaseModel):
-    """How to choose tokens and when to stop: in OpenAI's bodies at the top, in token-in / token-out one level down."""
+    """A `SamplingBody` says how to choose tokens and when to stop.
+
+    In OpenAI's bodies it stands at the top, in token-in / token-out one level down.
+    """
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -96,7 +99,7 @@ class SamplingBody(BaseModel):
 
 
 class Body(BaseModel):
-    """What stands at the top of every generating body."""
+    """A `Body` holds the top-level members of every generating body."""
 
     model_config = ConfigDict(strict=True, protected_namespaces=())
 
@@ -200,7 +203,7 @@ def ask_of(
 
 
 def grammar_of(outputs: _StructuredOutputs | None, form: ResponseFormat | None = None) -> Expression | None:
-    """What the answer must be; None: anything.
+    """Returns the grammar that the answer must follow; None allows any text.
 
     Raises:
         RequestError: more than one thing is asked for, or one that is not understood.

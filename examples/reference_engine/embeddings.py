@@ -34,7 +34,7 @@ class Embedder:
         self._lock = threading.Lock()
 
     def embed(self, tokens: list[int]) -> NDArray[np.float32]:
-        """One input's vector; may be called from any thread, and takes as long as computing the tokens."""
+        """Returns the vector of one input; any thread may call it, and it takes as long as computing the tokens."""
         total = torch.zeros(self._model.shape.hidden, dtype=torch.float64)
         with self._lock:
             for start in range(0, len(tokens), _STEP_TOKENS):

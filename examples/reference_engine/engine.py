@@ -80,7 +80,7 @@ class Engine:
 
     @property
     def alive(self) -> bool:
-        """Whether the loop runs."""
+        """Returns True while the loop runs."""
         return self._thread.is_alive() and not self._closing
 
     def start(self, post: Callable[[list[Event]], None]) -> None:

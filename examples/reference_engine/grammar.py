@@ -1,7 +1,7 @@
-"""What may be written next: structured output as small expressions, each with what is left of it after a character.
+"""Defines structured output as small expressions, each with the expression that is left after a character.
 
-An expression is a value. What may come next is a function of the text so far and of nothing else, so any engine that
-has the text has the state.
+An expression is a value. The allowed next characters are a function of the text so far and of nothing else, so any
+engine that has the text has the state.
 """
 
 from dataclasses import dataclass
@@ -21,14 +21,14 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class Chars:
-    """One of these characters."""
+    """A `Chars` accepts one of these characters."""
 
     chars: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Then:
-    """One expression behind another."""
+    """A `Then` accepts one expression behind another."""
 
     one: "Expression"
     other: "Expression"
@@ -36,7 +36,7 @@ class Then:
 
 @dataclass(frozen=True, slots=True)
 class Either:
-    """One of several."""
+    """An `Either` accepts one of several expressions."""
 
     options: "tuple[Expression, ...]"
 
@@ -56,7 +56,7 @@ EMPTY: Final = Literal("")
 
 
 def ends(expression: Expression) -> bool:
-    """Whether the text may end here."""
+    """Returns True if the text may end here."""
     match expression:
         case Literal(text):
             return not text
@@ -86,7 +86,7 @@ def first(expression: Expression) -> frozenset[str]:
 
 
 def rest(expression: Expression, char: str) -> Expression:
-    """What is left behind `char`, which must be one of `first(expression)`."""
+    """Returns the expression that is left behind `char`, which must be one of `first(expression)`."""
     match expression:
         case Literal(text):
             return Literal(text[1:])

@@ -1,4 +1,4 @@
-"""How this engine uses kvparams: with `handoff` and `session` all that knows the protocol and the store connector.
+"""Connects the engine to kvparams; only this module, `handoff` and `session` know the protocol and the connector.
 
 An engine author needs five things: read a request's document (`KVSharing.read`), ask for stored KV before computing
 (`KVSession.begin`), hand over what was computed (`KVSession.advance`), say in the answer what is stored
@@ -57,7 +57,9 @@ class KVSharing:
         metrics: Metrics,
         gate: RequestVerifier | None = None,
     ) -> None:
-        """Args:
+        """Opens the store and prepares the connector.
+
+        Args:
             role: what legs this engine takes.
             instance_id: its name; an incarnation is added, so that a restarted engine is another instance.
             store_url: where KV is shared; None: nowhere.
@@ -97,7 +99,9 @@ class KVSharing:
         cache_salt: str | None,
         prompts: Sequence[Sequence[int]],
     ) -> Handoff:
-        """What a request says about its KV. Without a document it is an ordinary request, which may share prefixes.
+        """Reads the KV instructions of a request.
+
+        A request without a document is an ordinary one, which may share prefixes.
 
         Raises:
             RequestError: the document is wrong, or asks for what this engine does not do.
@@ -146,11 +150,11 @@ class KVSharing:
 
     @property
     def ready(self) -> bool:
-        """Whether what is signed is let in."""
+        """Returns True if the engine can accept signed documents."""
         return self._gate is None or self._gate.ready <= time.time()
 
     def session(self, prompt: list[int], handoff: Handoff) -> KVSession | None:
-        """One sequence's dealings with the store; None where there is none."""
+        """Returns a session of one sequence with the store; None where there is no store."""
         return None if self._connector is None else KVSession(self._connector, prompt, handoff, self._page_tokens)
 
     def result(self, handoff: Handoff, sessions: Sequence[KVSession]) -> dict[str, object] | None:
@@ -195,7 +199,7 @@ class KVSharing:
             raise RequestError(f"kv_transfer_params: {error}", param="kv_transfer_params") from error
 
     def _address(self) -> dict[str, object]:
-        """Where other engines can read this one's pages, if from here."""
+        """Returns the address at which other engines can read this one's pages, if they are read from here."""
         address = None if self._store is None else self._store.address
         return {} if address is None else {"address": address}
 

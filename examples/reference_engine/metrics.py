@@ -1,4 +1,4 @@
-"""What the engine counts, as Prometheus metrics in a registry of its own.
+"""Defines the engine's Prometheus metrics in a registry of its own.
 
 A counter counts work where it is done, so that it can be held against what an answer claims.
 """
@@ -14,7 +14,7 @@ __all__ = ["Metrics", "StoreCounts"]
 
 
 class StoreCounts(NamedTuple):
-    """What went to and came from the store since the start."""
+    """A `StoreCounts` counts the traffic with the store since the start."""
 
     loaded: int
     """Bytes."""

@@ -222,7 +222,7 @@ def _room(prompt_tokens: int, max_model_len: int) -> int:
 
 
 def _call(tools: list[_Tool], choice: object) -> Expression | None:
-    """What a tool call looks like: the name, and right behind it the arguments as a JSON object."""
+    """Returns the grammar of a tool call: the name, and right behind it the arguments as a JSON object."""
     if choice in (None, "none", "auto"):
         return None
     named = choice.function.name if isinstance(choice, _NamedTool) else None

@@ -27,7 +27,7 @@ _IDS: Final = np.asarray(OUTPUT_IDS)
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How one sequence's tokens are chosen."""
+    """A `Sampling` says how the tokens of one sequence are chosen."""
 
     temperature: float = 1.0
     """0 takes the most likely token."""
@@ -103,7 +103,7 @@ def _weighed(logits: Logits, sampling: Sampling, tokens: Sequence[int], prompt_t
 
 
 def _draw(logits: Logits, rows: _Rows, sampling: Sampling, position: int) -> int:
-    """One of `rows`, whose logits these are."""
+    """Draws one of `rows`, whose logits these are."""
     order = np.argsort(-logits, kind="stable")
     if sampling.top_k > 0:
         order = order[: sampling.top_k]

@@ -44,7 +44,7 @@ def sequence(*parts: Expression) -> Expression:
 
 
 def choices(texts: Sequence[str]) -> Expression:
-    """One of these texts, printable ASCII each.
+    """Returns an expression that accepts one of these texts, printable ASCII each.
 
     Raises:
         SchemaError: there is none, one is empty, or one has other characters.

@@ -1,4 +1,4 @@
-"""One prompt with one answer growing behind it: what was asked, how far it is, and when it ends.
+"""Holds a prompt with a growing answer: the request, its progress, and its end.
 
 Text leaves only when no stop string can still begin in it.
 """
@@ -18,7 +18,7 @@ _ALL: Final = frozenset(OUTPUT_IDS)
 
 
 class Event(NamedTuple):
-    """What one step did for a sequence."""
+    """An `Event` is the result of one step for a sequence."""
 
     sequence: "Sequence"
     text: str
@@ -33,7 +33,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When an answer ends, and what it may be."""
+    """A `Limits` says when an answer ends, and which texts are allowed."""
 
     max_tokens: int = 16
     min_tokens: int = 0
@@ -87,7 +87,7 @@ class Sequence:
 
     @property
     def generated(self) -> int:
-        """How many tokens were generated."""
+        """Returns the number of generated tokens."""
         return len(self.tokens) - len(self.prompt)
 
     def allowed(self) -> frozenset[int] | None:

@@ -1,4 +1,4 @@
-"""How a request runs: its sequences go to the engine, their events become an answer.
+"""Runs a request: its sequences go to the engine, and their events become an answer.
 
 Every sequence that was submitted to the engine is aborted when the client leaves, at once and on every path.
 """
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the app serves."""
+    """A `Service` holds the objects that the app serves with."""
 
     engine: Engine
     sharing: KVSharing
@@ -92,7 +92,7 @@ class _Running:
             self._events.put_nowait(Event(sequence, "", None, "error", "cancelled"))
 
     async def steps(self) -> AsyncIterator[list[Event]]:
-        """What has happened since the last time, until every sequence has ended or one of them failed."""
+        """Yields the new events, until every sequence has ended or one of them failed."""
         while self._open:
             events = [await self._events.get()]
             while not self._events.empty():

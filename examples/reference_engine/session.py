@@ -1,4 +1,4 @@
-"""One sequence's dealings with the store: what of its prompt is there, what is loaded, what is saved.
+"""Looks up, loads and saves the KV of one sequence in the store.
 
 No method waits; the engine's loop asks again.
 """
@@ -22,7 +22,7 @@ _AGAIN_S: Final = 0.002
 
 
 class KVSession:
-    """One sequence's dealings with the store. The engine's loop calls it, in the order of the methods."""
+    """A `KVSession` looks up, loads and saves one sequence; the engine's loop calls its methods in their order."""
 
     def __init__(self, connector: KVStoreConnector, prompt: list[int], handoff: Handoff, page_tokens: int) -> None:
         self.prompt: Final = prompt
@@ -69,7 +69,7 @@ class KVSession:
         self._until_s = 0.0
 
     def loaded(self) -> bool:
-        """Whether the blocks are the engine's; then `loaded_to` and `failure` say how far they are filled."""
+        """Returns True once the blocks are the engine's; `loaded_to` and `failure` then say how far they are filled."""
         if self._lookup is not None and self._lookup.done():
             hit = self._lookup.result(0)
             if self._handoff.meeting and hit.tokens < self._wanted and monotonic() < self._until_s:
@@ -108,7 +108,7 @@ class KVSession:
         self._stored_to = end
 
     def saved(self) -> bool:
-        """Whether the answer may go out: at once, except for a prefill leg."""
+        """Returns True if the answer may go out: at once, except for a prefill leg."""
         return not self._handoff.prefilling or all(save.done() for save in self._saves)
 
     @property
@@ -123,8 +123,10 @@ class KVSession:
         return () if any(report.dropped or report.failed for report in reports) else self._plan.keys
 
     async def drop(self, store: KVStore) -> int:
-        """Delete what was saved for the prompt and had not been stored before, once the saving has ended. How many
-        pages that were. The partial page stays while another transfer of the same prompt has not been released."""
+        """Deletes the pages that were newly saved for the prompt, once the saving has ended, and returns their number.
+
+        The partial page stays while another transfer of the same prompt has not been released.
+        """
         for save in self._saves:
             await save
         pages = zip(self._plan.pages, self._plan.keys, strict=True)

@@ -1,4 +1,4 @@
-"""How an engine's own server splits requests with engines of the other role: the proxy as middleware around its app.
+"""Adds the proxy as middleware around an engine's own server, which then splits requests with other engines.
 
 This is all that a server has to do for it. The engine knows nothing of it; its legs come as requests.
 """

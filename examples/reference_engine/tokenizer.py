@@ -20,7 +20,7 @@ OUTPUT_IDS: Final = (*range(0x20, 0x7F), EOS)
 
 
 class Message(NamedTuple):
-    """One message of a chat; `role` is a key of `ROLES`."""
+    """A `Message` is a message of a chat; `role` is a key of `ROLES`."""
 
     role: str
     text: str

@@ -1,4 +1,4 @@
-"""Which transfers this engine works on, and which KV it keeps for them: what `release` and `cancel` speak of.
+"""Tracks the engine's transfers and the KV that it keeps for them, for `release` and `cancel`.
 
 An unknown transfer is no error: nothing happens.
 """

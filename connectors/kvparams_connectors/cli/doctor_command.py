@@ -1,4 +1,4 @@
-"""`kvparams doctor`: is this machine, and is each store, proxy and declared engine, as it should be?"""
+"""Implements `kvparams doctor`, which examines this machine, each store, proxy and declared engine."""
 
 import argparse
 import re

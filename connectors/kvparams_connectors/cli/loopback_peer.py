@@ -22,7 +22,7 @@ _WAIT_S: Final = 30.0
 
 
 class LoopbackPeer:
-    """One connection to the other process."""
+    """A `LoopbackPeer` is a connection to the other process."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

@@ -51,7 +51,7 @@ def examine_proxy(url: str) -> Iterator[Advice]:
 
 
 def _metrics(url: str) -> dict[str, float]:
-    """Those that are looked at here, by the ends of their names.
+    """Returns the examined metrics, by the ends of their names.
 
     Raises:
         OSError, ValueError, HTTPException: there are none.

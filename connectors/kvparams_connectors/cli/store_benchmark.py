@@ -50,7 +50,7 @@ class BenchmarkPlan:
 
     @property
     def deadline_s(self) -> float:
-        """Of each operation; a server that stops is told from one that is slow."""
+        """Returns the deadline of each operation, which tells a stopped server from a slow one."""
         return _PATIENCE_S + self.batch * self.page_bytes / _SLOWEST
 
 
@@ -74,7 +74,7 @@ class BenchmarkResult:
 
 
 class _BenchmarkCaller:
-    """One thread's pages."""
+    """A `_BenchmarkCaller` holds the pages of one thread."""
 
     def __init__(self, store: KVStore, plan: BenchmarkPlan, number: int, slots: Sequence[memoryview]) -> None:
         self._store, self._plan, self._number = store, plan, number

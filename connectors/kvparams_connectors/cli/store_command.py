@@ -50,7 +50,7 @@ class StoreCommand:
     summary = "Measure a store, or look at what one key holds."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """One subcommand for each thing to do."""
+        """Adds one subcommand for each action."""
         parser.epilog = _EXAMPLE
         actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
         bench = actions.add_parser("bench", help="speed, beside memory and a bare socket in the same run")
@@ -166,7 +166,7 @@ def _write(path: Path, value: memoryview) -> None:
 
 
 def _progress() -> Callable[[str], None]:
-    """One line on stderr that changes, if somebody sees it; otherwise nothing."""
+    """Updates a progress line on stderr if it is a terminal."""
     seen = False
     with suppress(OSError, ValueError):
         seen = sys.stderr.isatty()

@@ -1,5 +1,6 @@
-"""Examines what `kvparams doctor` looks at: this machine, and each store from opening it to a page that comes back
-whole.
+"""Examines the machine and stores for `kvparams doctor`.
+
+A store is examined from opening it to a page that comes back whole.
 
 Every line says what was found and what to do; the first error of a store ends its examination, because what follows
 would only say the same again.
@@ -133,7 +134,7 @@ def _capabilities(store: KVStore) -> Iterator[Advice]:
 
 
 def _round_trip(store: KVStore) -> Iterator[Advice]:
-    """One page through every operation, verified; and the control, a key that is not there."""
+    """Sends one page through every operation and verifies it; the control is a key that is not there."""
     name = f"kvparams-doctor-{token_hex(8)}"
     size = max(HEADER_BYTES, min(_PAGE, store.capabilities.max_value_bytes))
     identity = PageIdentity(token_bytes(32), token_bytes(32), 1, _PART, size - HEADER_BYTES)

@@ -1,5 +1,6 @@
-"""Defines what every store must do, as tests that any store's author can run. They need `pip install
-'kvparams[conformance]'`.
+"""Defines the behavior of every store, as tests that any store's author can run.
+
+They need `pip install 'kvparams[conformance]'`.
 
     $ pytest -p kvparams_connectors.conformance --kvstore=my_package.my_module:factory
 

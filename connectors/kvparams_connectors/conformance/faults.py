@@ -54,10 +54,12 @@ class FaultyStore(BlockingStore):
     """`inner`, with faults."""
 
     def __init__(self, inner: KVStore, judge: Callable[[Operation, str], Fault | None], *, threads: int = 1) -> None:
-        """Args:
-        inner: stays the caller's.
-        judge: is asked for every key of every operation.
-        threads: how many batches are worked on at a time; a late one keeps its thread.
+        """Creates a `FaultyStore`.
+
+        Args:
+            inner: stays the caller's.
+            judge: is asked for every key of every operation.
+            threads: how many batches are worked on at a time; a late one keeps its thread.
         """
         self._inner = inner
         self._judge = judge
@@ -146,7 +148,7 @@ class FaultyStore(BlockingStore):
         return _failed(faults, results)
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Does nothing, because no buffer is held."""
 
     def _faults(self, operation: Operation, keys: Sequence[str]) -> list[Fault | None]:
         while self._touching:

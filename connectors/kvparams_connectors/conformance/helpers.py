@@ -36,8 +36,9 @@ Opener = Callable[[], KVStore]
 
 @dataclass(frozen=True, slots=True)
 class Floors:
-    """Describes what a store says of its own speed: shares of the speed at which memory is copied page by page, in the
-    same run.
+    """A `Floors` declares the least speed of a store, as a share of the speed of memory copies in the same run.
+
+    Memory is copied page by page.
 
     Be generous: they are there to notice a store that has become ten times slower, on any machine.
     """
@@ -86,8 +87,10 @@ def get_one(store: KVStore, key: str, size: int) -> tuple[Result, bytes]:
 
 
 def check_lookup(store: KVStore, wanted: Sequence[tuple[str, int | None]]) -> None:
-    """Look keys up: each is there and has so many bytes, or, where that is None, is missing. A size may be left out by
-    a store that says so; what it says is right."""
+    """Looks keys up and checks that each has its expected size, or is missing where that is None.
+
+    A store that says so may leave a size out; a size that it reports is right.
+    """
     found = store.exists([key for key, _ in wanted], DEADLINE_S).result()
     at_once = store.exists_nowait([key for key, _ in wanted])
     assert at_once is None or at_once == found

@@ -87,7 +87,10 @@ class IntegrityLevel(ConformanceLevel):
         assert set(beside) == {0xA5}
 
     def test_many_random_operations_agree_with_a_dictionary(self, store: KVStore) -> None:
-        """Everything fits, so that nothing may be evicted; each writing has other bytes, so that a stale one shows."""
+        """Checks that random operations agree with a dictionary.
+
+        All values fit, so that none may be evicted; each write has other bytes, so that a stale one shows.
+        """
         random = Random(1)
         largest = max(1, min(50_000, store.capabilities.max_value_bytes // 64))
         names = [f"key-{number}" for number in range(12)]

@@ -62,8 +62,11 @@ class BytesLevel(ConformanceLevel):
         assert set(memory[:1_000] + memory[41_000:50_000] + memory[80_000:]) == {0xA5}
 
     def test_what_is_said_to_have_arrived_is_there(self, store: KVStore) -> None:
-        """A store need not say so (`GetOp.on_complete`); if it does, then once, and the truth. So it is with what has
-        come of a value until now (`GetOp.on_progress`)."""
+        """Checks that reported bytes have arrived.
+
+        A store need not report them (`GetOp.on_complete`); if it does, then once, and the truth. The same holds for the
+        progress of a value (`GetOp.on_progress`).
+        """
         sizes = {"large": 300_000, "small": 10, "vast": min(5_000_000, store.capabilities.max_value_bytes // 4)}
         for key, size in sizes.items():
             assert put_one(store, key, make_value(key, size)).code is ResultCode.OK
@@ -292,4 +295,4 @@ class LimitsLevel(ConformanceLevel):
 class StoreConformance(
     BytesLevel, LimitsLevel, IntegrityLevel, ConcurrencyLevel, FaultsLevel, EngineOrderLevel, PerformanceLevel
 ):
-    """All levels."""
+    """Runs all levels."""

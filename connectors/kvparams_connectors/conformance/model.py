@@ -71,7 +71,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(keys=_BATCH)
     def get(self, keys: list[str]) -> None:
-        """What is there comes back whole."""
+        """Checks that stored values come back whole."""
         targets = {key: memoryview(bytearray(20 * 4096)) for key in keys}
         results = self.store.get([GetOp(key, (target,)) for key, target in targets.items()], _DEADLINE_S).result()
         _compare("get", keys, results, [self._found(key) for key in keys])
@@ -106,8 +106,10 @@ class StoreMachine(RuleBasedStateMachine):
         return Result(ResultCode.OK, len(self.model[key])) if key in self.model else Result(ResultCode.MISS)
 
     def _put(self, key: str, value: bytes, batch: set[str]) -> Result:
-        """Returns what the store must say; `batch` has been put or found before in the same batch and is not
-        evicted."""
+        """Returns the results that the store must give.
+
+        `batch` has been put or found before in the same batch and is not evicted.
+        """
         if key in self.model:
             return Result(ResultCode.EXISTS)
         if self._units(value) > self.units:

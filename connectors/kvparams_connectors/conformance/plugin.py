@@ -90,7 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """One line for each level, and what was seen of the speed."""
+    """Prints one line for each level, and the measured speed."""
     if config.getoption(_OPTION) is None:
         return
     stats = cast("Mapping[str, list[object]]", terminalreporter.stats)

@@ -24,7 +24,7 @@ _VOLATILE: Final = frozenset({"_name_or_path", "transformers_version", "torch_dt
 
 
 def model_name(model: str) -> str:
-    """Of a folder its last part, for machines keep models in different places; of a hub's model its name."""
+    """Returns the last part of a folder's path, because machines keep models in different places, or the hub's name."""
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
@@ -42,7 +42,7 @@ def revision_of(weights: str, quantization: str | None, config: Mapping[str, obj
 
 
 def folder_digest(folder: Path) -> str:
-    """Of the weights in a folder.
+    """Returns a digest of the weights in a folder.
 
     Raises:
         StoreError: there are none.
@@ -84,7 +84,7 @@ class Adapters:
         self._known: dict[tuple[object, ...], bytes] = {}
 
     def digest(self, path: str) -> bytes:
-        """Of the adapter in a folder, 32 bytes; read once, and again when its files have changed.
+        """Returns a 32-byte digest of the adapter in a folder, which is read again when its files have changed.
 
         Raises:
             StoreError: there is no such folder, or there are no weights in it.

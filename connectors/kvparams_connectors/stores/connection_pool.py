@@ -37,8 +37,10 @@ class ServerConnectionPool(Generic[P, C]):
     """Idle connections by server."""
 
     def __init__(self, connect: Callable[[P, float], C]) -> None:
-        """Args:
-        connect: makes a connection to a server by a deadline, or raises.
+        """Creates a `ServerConnectionPool`.
+
+        Args:
+            connect: makes a connection to a server by a deadline, or raises.
         """
         self._connect = connect
         self._lock = threading.Lock()

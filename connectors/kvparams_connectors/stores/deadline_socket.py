@@ -101,8 +101,10 @@ class DeadlineSocket:
     """A connected socket, plain or TLS. Every wait ends at the deadline in force."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Args:
-        sock: connected, and from now on ours to close.
+        """Creates a `DeadlineSocket`.
+
+        Args:
+            sock: connected, and from now on ours to close.
         """
         self._socket = sock
         self._tls = isinstance(sock, ssl.SSLSocket)

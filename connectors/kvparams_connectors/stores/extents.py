@@ -56,8 +56,10 @@ class ExtentAllocator:
     """Describes which units are free. It does not lock; whoever owns it does."""
 
     def __init__(self, free: npt.NDArray[np.bool_]) -> None:
-        """Args:
-        free: one flag per unit, True where it is free; may lie in shared memory.
+        """Creates an `ExtentAllocator`.
+
+        Args:
+            free: one flag per unit, True where it is free; may lie in shared memory.
         """
         self._free = free
         self._hint = Extent(0, 0)
@@ -110,8 +112,10 @@ def units_for(nbytes: int, unit_bytes: int) -> int:
 def copy_pairs(
     memory: ByteArray, unit_bytes: int, runs: Sequence[Extent], buffers: Sequence[memoryview], nbytes: int
 ) -> CopyPairs:
-    """Returns where the first `nbytes` bytes of `buffers` lie in the units of `runs`. Raises ValueError if one was
-    released."""
+    """Returns the ranges of the first `nbytes` bytes of `buffers` and of the units of `runs`.
+
+    Raises ValueError if a buffer was released.
+    """
     if len(runs) == len(buffers) == 1 and nbytes:
         start = runs[0].first * unit_bytes
         return [(memory[start : start + nbytes], np.frombuffer(buffers[0], np.uint8, nbytes))]

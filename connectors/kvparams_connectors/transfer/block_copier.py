@@ -29,7 +29,7 @@ _HOST_BATCH: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PageCopy:
-    """Some tokens of one part of a page."""
+    """A `PageCopy` is a range of tokens of one part of a page."""
 
     unit: KVShard
     start_token: int
@@ -83,9 +83,11 @@ class HostBlockCopier:
     """Blocks on the CPU."""
 
     def __init__(self, layout: PagedKVLayout, *, payload_bytes: int) -> None:
-        """Args:
-        layout: of tensors on the CPU.
-        payload_bytes: of the largest part of a page.
+        """Creates a `HostBlockCopier`.
+
+        Args:
+            layout: of tensors on the CPU.
+            payload_bytes: of the largest part of a page.
         """
         self.batch_size: int = max(1, _HOST_BATCH // payload_bytes)
         self.allocate: Callable[[int], memoryview] | None = None
@@ -118,11 +120,13 @@ class StagedBlockCopier:
     """Blocks on a device."""
 
     def __init__(self, device: Device, layout: PagedKVLayout, *, payload_bytes: int, bounce_bytes: int) -> None:
-        """Args:
-        device: where the blocks are.
-        layout: of tensors on `device`.
-        payload_bytes: of the largest part of a page.
-        bounce_bytes: of device memory, for saves and again for loads; at least one part each.
+        """Creates a `StagedBlockCopier`.
+
+        Args:
+            device: where the blocks are.
+            layout: of tensors on `device`.
+            payload_bytes: of the largest part of a page.
+            bounce_bytes: of device memory, for saves and again for loads; at least one part each.
         """
         stride = -(-payload_bytes // _ALIGNMENT) * _ALIGNMENT
         self.batch_size: int = max(1, bounce_bytes // stride)

@@ -48,7 +48,7 @@ class CacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """One way to lay out a layer's K and V in one tensor."""
+    """A `CacheLayout` is a layout of a layer's K and V in one tensor."""
 
     name: str
     dims: str

@@ -39,7 +39,7 @@ _LOAD_THREADS: Final = 2
 
 
 class KVStoreConnector:
-    """One engine's way to a store. Its methods may be called from any thread and return at once."""
+    """A `KVStoreConnector` moves one engine's KV; any thread may call its methods, which return at once."""
 
     def __init__(
         self,
@@ -51,7 +51,9 @@ class KVStoreConnector:
         seals: PageAuthKeys | None = None,
         mover: BlockCopier | None = None,
     ) -> None:
-        """Args:
+        """Creates a `KVStoreConnector`.
+
+        Args:
             store: stays the caller's; `close` does not close it.
             namespace: without cache salt and LoRA, which each request brings.
             layout: the engine's tensors.

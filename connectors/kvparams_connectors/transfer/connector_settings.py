@@ -1,6 +1,6 @@
-"""How a connector uses its store.
+"""Defines the settings by which a connector uses its store.
 
-The one rule: read once at construction, checked there, never changed afterwards.
+Read once at construction, checked there, never changed afterwards.
 """
 
 import math
@@ -19,7 +19,7 @@ _MOST_PAGES: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ConnectorSettings:
-    """How a connector uses its store."""
+    """A `ConnectorSettings` says how a connector uses its store."""
 
     deadline_s: float = 5.0
     """For each job, from its submission on."""
@@ -57,11 +57,11 @@ class ConnectorSettings:
                 raise ValueError(f"{name} is {value}; it is a number above 0")
 
     def load_portion(self, page_bytes: int) -> int:
-        """How many pages of this size a load asks for at a time."""
+        """Returns the number of pages of this size that a load asks for at a time."""
         return self.portion_pages or _pages_of(_LOAD_PORTION, page_bytes)
 
     def save_portion(self, page_bytes: int) -> int:
-        """How many pages of this size a save puts at a time."""
+        """Returns the number of pages of this size that a save puts at a time."""
         return self.save_portion_pages or _pages_of(_SAVE_PORTION, page_bytes)
 
 

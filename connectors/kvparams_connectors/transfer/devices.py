@@ -1,5 +1,6 @@
-"""Defines what moving KV needs of a device: streams, events, memory. Behind it everything is the same for CUDA and for
-a test.
+"""Defines the device operations that moving KV needs: streams, events, memory.
+
+They are the same for CUDA and for a test.
 
 Work on a stream is done in the order in which it was put there; streams know nothing of each other but by events.
 Nothing here decides anything; what must wait for what is `staging`'s matter, so that it can be tested without a GPU
@@ -38,7 +39,7 @@ class DeviceStream(Protocol):
         ...
 
     def wait_event(self, event: DeviceEvent) -> None:
-        """What is put on this stream from now on is done after `event`. The calling thread does not wait."""
+        """Makes later work on this stream wait for `event`; the calling thread does not wait."""
         ...
 
 

@@ -18,14 +18,16 @@ _Hash = xxh3_64
 
 
 class IncrementalSealer:
-    """One page before it goes; `finish` and `advance` are what a store is told to call, see `PutOp`."""
+    """An `IncrementalSealer` seals one page; a store calls its `finish` and `advance`, see `PutOp`."""
 
     __slots__ = ("_hash", "_hashed", "_page", "_seal")
 
     def __init__(self, page: memoryview, seal: Callable[[int | None], object]) -> None:
-        """Args:
-        page: header and payload.
-        seal: writes the header; told the checksum of the payload, or None where that is not known yet.
+        """Creates an `IncrementalSealer`.
+
+        Args:
+            page: header and payload.
+            seal: writes the header; told the checksum of the payload, or None where that is not known yet.
         """
         self._page = page
         self._seal = seal

@@ -16,15 +16,17 @@ _Hash = xxh3_64
 
 
 class IncrementalVerifier:
-    """One page on its way; `on_progress` and `on_complete` are what a store is told to call, see `GetOp`."""
+    """An `IncrementalVerifier` verifies one page; a store calls its `on_progress` and `on_complete`, see `GetOp`."""
 
     __slots__ = ("_hash", "_hashed", "_judge", "_page", "verified")
 
     def __init__(self, page: memoryview, judge: Callable[[int, int | None], PageRefusal | None]) -> None:
-        """Args:
-        page: where it comes to.
-        judge: whether so many bytes are the page that was asked for; told the checksum of the payload, or None where
-            that is not known yet.
+        """Creates an `IncrementalVerifier`.
+
+        Args:
+            page: where it comes to.
+            judge: tells whether the bytes are the requested page; takes the checksum of the payload, or None where
+                that is not known yet.
         """
         self._page = page
         self._judge = judge
@@ -43,7 +45,7 @@ class IncrementalVerifier:
             self._hashed = nbytes
 
     def on_complete(self, nbytes: int) -> None:
-        """All of it lies there, so many bytes."""
+        """Records that all bytes of the page have arrived."""
         checksum = None
         if self._hash is not None and nbytes:
             self.on_progress(nbytes)

@@ -26,7 +26,10 @@ __all__ = ["LayoutError", "PagedKVLayout"]
 
 
 class PagedKVLayout:
-    """One K and one V tensor per layer, each a view `[num_blocks, block_size, kv_heads, head_dim]` of any strides."""
+    """A `PagedKVLayout` holds one K and one V tensor per layer.
+
+    Each is a view `[num_blocks, block_size, kv_heads, head_dim]` of any strides.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,9 @@ class PagedKVLayout:
         rectangle: KVShard | None = None,
         dtype: str | None = None,
     ) -> None:
-        """Args:
+        """Creates a `PagedKVLayout`.
+
+        Args:
             keys: K per layer, in layer order. MLA: the latents, with one head.
             values: V per layer; head_dim and strides may differ from K's. MLA: none.
             rectangle: which part of the model the tensors hold; None means all of it.
@@ -212,8 +217,9 @@ class PagedKVLayout:
         host_scatter(self.spans(unit), pieces, len(page), start_token - page.start, payload)
 
     def pieces(self, block_ids: Sequence[int], start_token: int, tokens: int) -> BlockRanges:
-        """Returns where `tokens` tokens from position `start_token` on stand: `(block, first token in it, how many)`,
-        in order.
+        """Returns the places of `tokens` tokens from position `start_token` on, in order.
+
+        Each is `(block, first token in it, count)`.
 
         Raises:
             IndexError: a position lies behind the block table, or a block does not exist.

@@ -161,8 +161,9 @@ def device_scatter(
 def _launches(
     span: LayerSlice, pages: Sequence[BlockRanges], places: torch.Tensor, skip: int
 ) -> Iterator[tuple[torch.Tensor | tuple[int, int, int], torch.Tensor]]:
-    """Returns what to copy together, as few launches as may be: a piece of a block, or several whole blocks; and its
-    place.
+    """Returns the pieces to copy together with their places, in as few launches as possible.
+
+    A piece is a part of a block, or several whole blocks.
 
     Whole blocks of one page go together, or, where that is more, the blocks that have the same place in every page.
     """

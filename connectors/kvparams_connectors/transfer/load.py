@@ -1,4 +1,4 @@
-"""One load: pages from the store into leased slots, verified there, written to the blocks in order.
+"""Loads pages from the store into leased slots, verifies them there, and writes them to the blocks in order.
 
 Three portions are on their way at a time: while one is written, the next is verified and the one behind it read.
 
@@ -63,14 +63,16 @@ class LoadOperation:
         end_token: int,
         fence: DeviceEvent | None,
     ) -> None:
-        """Args:
-        gear: the connector's.
-        checks: where pages are verified.
-        plan: the sequence's.
-        block_ids: its block table from token 0.
-        start_token: the first position to write.
-        end_token: the position behind the last one to write.
-        fence: of the engine's stream; blocks are written after it.
+        """Creates a `LoadOperation`.
+
+        Args:
+            gear: the connector's.
+            checks: where pages are verified.
+            plan: the sequence's.
+            block_ids: its block table from token 0.
+            start_token: the first position to write.
+            end_token: the position behind the last one to write.
+            fence: of the engine's stream; blocks are written after it.
         """
         self._gear, self._checks = gear, checks
         self._plan = plan

@@ -20,9 +20,11 @@ class LoadRate:
     """A moving average of how fast loads are, and what follows from it. Any thread may use it."""
 
     def __init__(self, recompute_tokens_per_s: float | None, store_bytes_per_s: float | None) -> None:
-        """Args:
-        recompute_tokens_per_s: None: every load is worth it.
-        store_bytes_per_s: what to assume until something has been measured; None: nothing.
+        """Creates a `LoadRate`.
+
+        Args:
+            recompute_tokens_per_s: None: every load is worth it.
+            store_bytes_per_s: what to assume until something has been measured; None: nothing.
         """
         self._recompute = recompute_tokens_per_s
         self._rate = store_bytes_per_s

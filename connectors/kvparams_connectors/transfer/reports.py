@@ -54,8 +54,10 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """Describes what became of the pages of a save. A page whose parts fared differently counts as failed, else as
-    saved."""
+    """A `SaveReport` describes the result of each page of a save.
+
+    A page whose parts fared differently counts as failed, else as saved.
+    """
 
     saved: int = 0
     """Pages stored by this job."""

@@ -1,4 +1,4 @@
-"""One save: pages are copied out of the blocks in portions; while one is copied, those before it are sealed and put.
+"""Saves pages: copies them out of the blocks in portions, and seals and puts earlier portions meanwhile.
 
 Invariant: when `start` has returned, nothing reads the blocks any more (on a device: nothing that the engine launches
 afterwards can change what is read); and a slot goes back only when neither a copy nor the store uses it.
@@ -63,12 +63,14 @@ class SaveOperation:
         pages: Sequence[int],
         ended: Callable[[SaveReport], None],
     ) -> None:
-        """Args:
-        gear: the connector's.
-        lane: where portions are sealed and given to the store.
-        plan: the sequence's.
-        pages: indexes of the pages to save.
-        ended: is told the report when everything has ended, before the job is done.
+        """Creates a `SaveOperation`.
+
+        Args:
+            gear: the connector's.
+            lane: where portions are sealed and given to the store.
+            plan: the sequence's.
+            pages: indexes of the pages to save.
+            ended: is told the report when everything has ended, before the job is done.
         """
         deadline_s = gear.settings.deadline_s
         self._gear, self._lane, self._plan, self._pages, self._ended = gear, lane, plan, pages, ended
@@ -199,8 +201,10 @@ class SaveOperation:
         return ResultCode.OK
 
     def _op(self, part: int, slot: Slot, payload_checksum: int | None) -> PutOp:
-        """Returns what is put for a part: sealed now if nothing of the payload has to be read for that, or a tag is
-        needed."""
+        """Returns the put operation of a part.
+
+        It is sealed now if that reads no payload, or if a tag is needed.
+        """
         key, identity = self._plan.keys[part], self._identity[part]
         page = slot.view[: identity.stored_bytes]
         if payload_checksum is None:
@@ -246,7 +250,7 @@ class SaveOperation:
         self.job.set_partial_result(late)
 
     def _close(self) -> None:
-        """One of those that keep the job open has ended; the last one ends the job."""
+        """Ends one of the operations that keep the job open; the last one ends the job."""
         with self._lock:
             self._open -= 1
             if self._open:

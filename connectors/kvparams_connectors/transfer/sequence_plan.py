@@ -19,7 +19,7 @@ __all__ = ["PagePresence", "SequencePlan", "find_presence", "find_stored_prefix"
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """One sequence, and the part of the model that this engine holds."""
+    """A `SequencePlan` covers one sequence, and the part of the model that this engine holds."""
 
     namespace: Namespace
     """The connector's, with the request's cache salt and LoRA."""
@@ -119,8 +119,11 @@ class PagePresence:
 
 
 def find_presence(plan: SequencePlan, results: Results, *, to_gap: bool) -> PagePresence:
-    """By what `exists` said of `plan.keys`. A part of the wrong size counts as not stored, if the store tells sizes;
-    else the load finds it out. `to_gap`: up to the first page that is not there; the others count as not there."""
+    """Returns the presence of pages, from the results of `exists` for `plan.keys`.
+
+    A part of the wrong size counts as not stored, if the store tells sizes; else the load finds it out. `to_gap`: up to
+    the first page that is not there; the others count as not there.
+    """
     each = len(plan.units)
     expected = plan.sizes(plan.namespace.page_tokens) * len(plan.pages)
     if plan.pages and plan.pages[-1].tokens < plan.namespace.page_tokens:

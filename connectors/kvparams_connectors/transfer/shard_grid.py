@@ -1,5 +1,6 @@
-"""Defines how the stored pages of one model are cut: into units of layers x KV heads that do not depend on who stores
-them.
+"""Defines how the stored pages of one model are cut into units of layers x KV heads.
+
+The units do not depend on who stores them.
 
 A page is stored in parts, one for each unit, and a part's key names its unit (the spec's section 10). An engine under
 tensor or pipeline parallelism holds a rectangle of the model; it stores the units that lie inside and loads those that

@@ -50,12 +50,12 @@ class LMCacheChunkLayout:
 
     @property
     def layers(self) -> int:
-        """Of all groups together."""
+        """Returns the number of layers of all groups together."""
         return sum(layers for _, _, layers, _ in self.groups)
 
     @property
     def full_bytes(self) -> int:
-        """Of a full chunk, without its header."""
+        """Returns the size of a full chunk, without its header."""
         return self.chunk_tokens * self.token_bytes
 
     def tokens(self, payload_bytes: int) -> int | None:
@@ -66,7 +66,7 @@ class LMCacheChunkLayout:
 
 @dataclass(frozen=True)
 class LMCacheChunk:
-    """One chunk."""
+    """An `LMCacheChunk` is a chunk of LMCache."""
 
     layout: LMCacheChunkLayout
     name: str
@@ -85,8 +85,10 @@ class LMCacheChunk:
         return f"lmc1.{self.layout.digest.hex()[:16]}.{self.digest.hex()}"
 
     def identity(self, tokens: int) -> PageIdentity:
-        """Returns what its header says if it has so many tokens. LMCache cuts heads by rank, so the ranks stand for
-        them."""
+        """Returns the fields of the header of a chunk with this number of tokens.
+
+        LMCache cuts heads by rank, so the ranks stand for them.
+        """
         return PageIdentity(
             self.layout.digest,
             self.digest,

@@ -49,16 +49,18 @@ class ChunkBuffer:
 
 
 class LMCacheChunkPipeline:
-    """One engine's way to a store. Its coroutines run on the loop of whoever calls them."""
+    """An `LMCacheChunkPipeline` moves one engine's chunks; its coroutines run on the caller's event loop."""
 
     def __init__(
         self, store: KVStore, *, deadline_s: float = 5.0, lookup_s: float = 1.0, seals: PageAuthKeys | None = None
     ) -> None:
-        """Args:
-        store: stays the caller's.
-        deadline_s: of a put or get.
-        lookup_s: of the question what is there.
-        seals: keys of authenticated pages.
+        """Creates an `LMCacheChunkPipeline`.
+
+        Args:
+            store: stays the caller's.
+            deadline_s: of a put or get.
+            lookup_s: of the question what is there.
+            seals: keys of authenticated pages.
         """
         self._store = store
         self._deadline_s = deadline_s
@@ -74,8 +76,10 @@ class LMCacheChunkPipeline:
         return self._refused
 
     def lookup(self, chunks: Sequence[LMCacheChunk]) -> Job[int]:
-        """Returns how many of the chunks are stored, counted until the first that is not. One of a size that it cannot
-        have counts as not stored."""
+        """Returns the number of stored chunks before the first that is missing.
+
+        A chunk of an impossible size counts as missing.
+        """
 
         def leading(results: Results) -> int:
             for number, (chunk, found) in enumerate(zip(chunks, results, strict=True)):
@@ -118,8 +122,11 @@ class LMCacheChunkPipeline:
         return [result.code for portion in portions for result in await portion.job]
 
     async def get(self, cargo: Sequence[ChunkBuffer]) -> list[int | None]:
-        """Read chunks into their memory and verify them there: how many tokens each has, or None where it is missing,
-        damaged or late. Memory of a chunk that is None holds anything."""
+        """Reads chunks into their memory and verifies them there.
+
+        Returns the tokens of each, or None where it is missing, damaged or late. The memory of such a chunk has
+        undefined contents.
+        """
 
         def begin(part: Sequence[ChunkBuffer], headers: Sequence[Slot]) -> Job[Results]:
             ops = [GetOp(one.chunk.key, (header.view, one.memory)) for one, header in zip(part, headers, strict=True)]
@@ -150,8 +157,11 @@ class LMCacheChunkPipeline:
         cargo: Sequence[ChunkBuffer],
         begin: Callable[[Sequence[ChunkBuffer], Sequence[Slot]], Job[Results]],
     ) -> Iterator[PagePortion[ChunkBuffer, Results]]:
-        """Give chunks to the store, each portion with headers for all of its chunks; without any if there are too few
-        left. Never waits: that would stop the loop on which what holds the headers is to end."""
+        """Submits chunks to the store, each portion with headers for all of its chunks.
+
+        It submits none if there are too few headers left. It never waits: that would stop the loop on which the
+        operations that hold the headers end.
+        """
         for part in _cut(cargo):
             headers = self._headers.lease_many(len(part), len(part))
             portion = begin_portion(part, headers, begin if headers else _refuse)

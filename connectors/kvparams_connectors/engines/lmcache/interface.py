@@ -37,8 +37,10 @@ class MemoryFormat(Protocol):
 
 
 class MemoryObj(Protocol):
-    """lmcache/v1/memory_management.py: a piece of LMCache's pool. Its memory goes back when the count reaches 0, also
-    while `byte_array`, which keeps nothing alive, is still around."""
+    """Declares a piece of LMCache's pool (lmcache/v1/memory_management.py).
+
+    Its memory goes back when the count reaches 0, also while `byte_array`, which keeps nothing alive, is still around.
+    """
 
     @property
     def byte_array(self) -> memoryview:
@@ -144,8 +146,10 @@ class LocalCPUBackend(Protocol):
 
 
 class ConnectorContext(Protocol):
-    """lmcache/v1/storage_backend/connector/__init__.py, `ConnectorContext`. In the scheduler's process
-    `local_cpu_backend` is a stub that allocates nothing."""
+    """Declares `ConnectorContext` of lmcache/v1/storage_backend/connector/__init__.py.
+
+    In the scheduler's process `local_cpu_backend` is a stub that allocates nothing.
+    """
 
     @property
     def config(self) -> LMCacheEngineConfig | None:

@@ -127,13 +127,15 @@ class KVParamsRemoteConnector(RemoteConnector):
         traffic: LMCacheChunkPipeline,
         revision: str = "",
     ) -> None:
-        """Args:
-        config: LMCache's.
-        metadata: of the engine; layers may be registered later.
-        memory: where chunks that are read are put.
-        store: behind `traffic`; closed with the connector.
-        traffic: the way there.
-        revision: of the weights.
+        """Creates a `KVParamsRemoteConnector`.
+
+        Args:
+            config: LMCache's.
+            metadata: of the engine; layers may be registered later.
+            memory: where chunks that are read are put.
+            store: behind `traffic`; closed with the connector.
+            traffic: the way there.
+            revision: of the weights.
         """
         super().__init__(config, metadata)
         self._metadata = metadata
@@ -158,8 +160,10 @@ class KVParamsRemoteConnector(RemoteConnector):
         return True
 
     def batched_contains(self, keys: Sequence[CacheEngineKey]) -> int:
-        """Returns how many chunks are there, counted until the first that is not. Waits; LMCache calls it from its own
-        threads, the loop's never."""
+        """Returns the number of stored chunks before the first that is missing.
+
+        It waits; LMCache calls it from its own threads, the loop's never.
+        """
         return self.traffic.lookup(self._chunks(keys)).result()
 
     async def batched_async_contains(self, lookup_id: str, keys: Sequence[CacheEngineKey], pin: bool = False) -> int:
@@ -250,8 +254,10 @@ class KVParamsRemoteConnector(RemoteConnector):
         return [memory for memory in found[:end] if memory is not None]
 
     def _allocate(self, number: int) -> _Objects:
-        """Room for so many full chunks, or for the first of them. Never waits: that would stop the loop on which what
-        holds the memory is to end."""
+        """Allocates room for these full chunks, or for the first of them.
+
+        It never waits: that would stop the loop on which the operations that hold the memory end.
+        """
         shapes, dtypes = self._metadata.get_shapes(), self._metadata.get_dtypes()
         together = self._memory.batched_allocate(shapes, dtypes, number, self.meta_fmt, busy_loop=False)
         if together is not None:

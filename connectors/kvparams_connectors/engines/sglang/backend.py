@@ -154,7 +154,7 @@ class KVParamsHiCache(HiCacheStorage):
             )
 
     def on_host_pools_registered(self) -> None:
-        """All pools are known. Raises SelfTestError: see `selftest.py`."""
+        """Runs the self test once all pools are known; raises SelfTestError (see `self_test.py`)."""
         if self._pool is not None and self._settings.self_test:
             run_self_test(self._pool, self._pages, self._traffic)
 
@@ -176,8 +176,10 @@ class KVParamsHiCache(HiCacheStorage):
         return [number < loaded for number in range(len(keys))]
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: object = None) -> list[bool]:
-        """Write pages of the pool; True for those that are stored now. Where all ranks have the same, only one writes;
-        the others are told that it does."""
+        """Writes pages of the pool and returns True for those that are stored now.
+
+        Where all ranks have the same pages, only one writes; the others return the same result without writing.
+        """
         places = self._pages.places(host_indices, len(keys))
         return self._put(keys, places)
 

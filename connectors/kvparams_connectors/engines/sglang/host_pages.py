@@ -64,7 +64,7 @@ def check_pool(pool: HostKVCache) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PagePiece:
-    """One stretch of page 0, in one of the buffers."""
+    """A `_PagePiece` is a contiguous stretch of page 0 in one of the buffers."""
 
     buffer: int
     offset: int
@@ -74,8 +74,11 @@ class _PagePiece:
 
 
 class HostPages:
-    """The pages of a pool. A page's pieces are in the order of the pool's tensors and of the addresses in them, which
-    is that of `get_data_page`. Any thread may use it; it keeps the memory alive."""
+    """A `HostPages` gives access to the pages of a pool, and keeps its memory alive.
+
+    A page's pieces are in the order of the pool's tensors and of the addresses in them, which is that of
+    `get_data_page`. Any thread may use it.
+    """
 
     def __init__(self, pool: HostKVCache) -> None:
         """Raises LayoutError: see `check_pool`, or SGLang's word does not fit the pool's memory."""

@@ -16,8 +16,10 @@ POOL_MODULE: Final = "sglang.srt.mem_cache.pool_host."
 
 
 class HiCacheStorageConfig(Protocol):
-    """mem_cache/hicache_storage.py, `HiCacheStorageConfig`. `model_name` is what the server calls the model
-    (`--served-model-name`), so it says little about the weights."""
+    """Declares `HiCacheStorageConfig` of mem_cache/hicache_storage.py.
+
+    `model_name` is the server's name of the model (`--served-model-name`), so it says little about the weights.
+    """
 
     @property
     def tp_rank(self) -> int:
@@ -86,8 +88,10 @@ class HiCacheStorageConfig(Protocol):
 
 
 class HostKVCache(Protocol):
-    """mem_cache/pool_host/base.py, `HostKVCache`, and what mha.py and mla.py add. Indices are of tokens; a page's are
-    consecutive, and begin at a multiple of the page size."""
+    """Declares `HostKVCache` of mem_cache/pool_host/base.py, with the additions of mha.py and mla.py.
+
+    Indices are of tokens; a page's are consecutive, and begin at a multiple of the page size.
+    """
 
     @property
     def layout(self) -> str:

@@ -87,7 +87,7 @@ def identify_model(
 
 
 def _name(path: str) -> str:
-    """Of a folder of the hub's cache the hub's name, of another one its last part, else as it stands."""
+    """Returns the hub's name of a folder in its cache, the last part of another folder, or else the name itself."""
     folder = Path(path)
     if not folder.is_dir():
         return path
@@ -112,8 +112,11 @@ def _model(path: str, told: Mapping[str, object]) -> str:
 
 
 def _adapters(adapters: Sequence[tuple[str, str]], said: str | None) -> list[tuple[str, str]]:
-    """Names and weights. SGLang's hashes say which adapter a page is of, not which weights it has. So engines with
-    other adapters on their command lines share nothing, pages without an adapter among them."""
+    """Returns the names and weights of the adapters.
+
+    SGLang's hashes say which adapter a page is of, not which weights it has. So engines with other adapters on their
+    command lines share nothing, pages without an adapter among them.
+    """
     found: list[tuple[str, str]] = []
     for name, path in sorted(adapters):
         try:

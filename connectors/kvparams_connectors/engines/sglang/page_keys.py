@@ -65,8 +65,11 @@ class HiCachePageLayout:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes that stand for all of it: SHA-256 over a domain and, for each field in its order, its name and its
-        value as UTF-8 text, each behind its length; None is no text at all."""
+        """Returns a 32-byte digest of all fields.
+
+        It is SHA-256 over a domain and, for each field in its order, its name and its value as UTF-8 text, each behind
+        its length; None is no text at all.
+        """
         encoded = bytearray(_FORM_DOMAIN)
         for field in fields(self):
             value = getattr(self, field.name)
@@ -94,7 +97,7 @@ class HiCachePageLayout:
 
 @dataclass(frozen=True, slots=True)
 class HiCacheStoredPage:
-    """One page."""
+    """A `HiCacheStoredPage` is a page with its keys in the store."""
 
     key: str
     """Its key in the store."""

@@ -38,7 +38,10 @@ _Begin = Callable[[Sequence[_Placed], Sequence[Slot], float], Job[Results] | Non
 
 
 class HiCachePagePipeline:
-    """One rank's way to a store. Any thread may use it; its calls wait, and return by the deadline."""
+    """A `HiCachePagePipeline` moves the pages of one rank; any thread may use it.
+
+    Its calls wait, and return by the deadline.
+    """
 
     def __init__(
         self,
@@ -52,15 +55,17 @@ class HiCachePagePipeline:
         keys: TenantPageAuthKeys | None = None,
         verified: bool = True,
     ) -> None:
-        """Args:
-        store: stays the caller's.
-        form: of the pages.
-        tally: what is counted goes there.
-        arena_bytes: for pages on their way.
-        deadline_s: of `put` and `get`.
-        lookup_s: of `lookup`.
-        keys: of authenticated pages.
-        verified: False uses whatever the store gives back.
+        """Creates a `HiCachePagePipeline`.
+
+        Args:
+            store: stays the caller's.
+            form: of the pages.
+            tally: what is counted goes there.
+            arena_bytes: for pages on their way.
+            deadline_s: of `put` and `get`.
+            lookup_s: of `lookup`.
+            keys: of authenticated pages.
+            verified: False uses whatever the store gives back.
         """
         self._store = store
         self._form = form
@@ -75,8 +80,7 @@ class HiCachePagePipeline:
         self._portion = min(_PORTION_PAGES, max(1, PORTION_BYTES // self._stored_bytes))
 
     def lookup(self, names: Sequence[str]) -> int:
-        """Returns how many of these pages are stored, counted until the first that is not. One of another size is
-        not."""
+        """Returns the number of stored pages before the first that is missing; another size counts as missing."""
         results = self._store.exists([self._form.page(name).key for name in names], self._lookup_s).result()
         for number, found in enumerate(results):
             if not found.matches_size(self._stored_bytes):
@@ -146,8 +150,10 @@ class HiCachePagePipeline:
         return ops
 
     def _take_back(self, portion: PagePortion[_Placed, Results], results: Results) -> None:
-        """A store that still reads when SGLang has its memory back may store a mixture. No reader would use it, but it
-        would keep the good page out; so it is deleted."""
+        """Deletes a page that the store may still read when SGLang has its memory back.
+
+        The store may then hold a mixture. No reader would use it, but it would keep the good page out.
+        """
         late = [
             page.key
             for (page, _), result in zip(portion.items, results, strict=True)

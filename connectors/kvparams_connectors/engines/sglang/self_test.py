@@ -1,4 +1,4 @@
-"""One page through the whole path before the server serves: pool, store, verification, pool.
+"""Sends one page through the whole path before the server serves: pool, store, verification, pool.
 
 A page that comes back other than it went in stops the server; a store that does not answer does not, for it may come
 back, and until then everything is computed.
@@ -65,7 +65,7 @@ def run_self_test(pool: HostKVCache, pages: HostPages, traffic: HiCachePagePipel
 
 
 def _compare_with_sglang(pool: HostKVCache, index: int, before: bytes) -> None:
-    """What SGLang itself takes for this page must be the bytes that were written to it."""
+    """Checks that SGLang itself reads the same bytes for this page as were written to it."""
     try:
         seen = pool.get_data_page(index)
     except NotImplementedError:  # asymmetric K and V: SGLang has no copy of a page

@@ -20,7 +20,7 @@ _GIGA: Final = 1e9
 
 @dataclass(frozen=True, slots=True)
 class TransferSample:
-    """One read or one write of several pages."""
+    """A `TransferSample` is a read or a write of several pages."""
 
     pages: int
     nbytes: int

@@ -20,7 +20,7 @@ class BlockTables:
         self._kept: dict[str, list[list[int]]] = {}
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Who knows them."""
+        """Sets the object that knows the block tables."""
         self._manager = manager
         self._kept.clear()
 

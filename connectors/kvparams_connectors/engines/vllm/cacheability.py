@@ -41,8 +41,10 @@ def why_not_cacheable(request: VLLMRequest, *, hashes_trusted: bool) -> str | No
 
 
 def _says_content(identifier: str, lora: LoRARequest | None) -> bool:
-    """Returns whether it looks like what vLLM's hasher makes (vllm/multimodal/hasher.py). A client's `uuid` comes as it
-    is, so it may look like that too; and vLLM hashes it with `mm_processor_kwargs` where there are any.
+    """Returns True if the identifier looks like a hash of vLLM's hasher (vllm/multimodal/hasher.py).
+
+    A client's `uuid` comes as it is, so it may look like that too; and vLLM hashes it with `mm_processor_kwargs` where
+    there are any.
 
     With an adapter for the encoder, too, its name stands before (vllm/v1/engine/input_processor.py).
     """

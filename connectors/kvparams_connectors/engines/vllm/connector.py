@@ -41,13 +41,13 @@ if TYPE_CHECKING:  # vLLM's own classes, as far as they matter here
         def _get_connector_metadata(self) -> Any: ...
 
     class SupportsHMA:
-        """Of the same file: knows groups of layers."""
+        """Stands for the class of the same file that marks support for groups of layers."""
 
     class KVConnectorMetadata:
-        """Of the same file."""
+        """Stands for the class of the same file."""
 
     class KVConnectorRole:
-        """Of the same file."""
+        """Stands for the class of the same file."""
 
         SCHEDULER: Any
         WORKER: Any
@@ -172,9 +172,11 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
         return False, self._answer(request)
 
     def _answer(self, request: VLLMRequest) -> dict[str, Any] | None:
-        """Returns what the answer says. Of several of ours under MultiConnector the first says it: where two say
-        something under one name, vLLM's engine ends (vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py,
-        0.32)."""
+        """Returns the members of the answer, from the first of several connectors under MultiConnector.
+
+        If two connectors wrote the same name, vLLM's engine would end
+        (vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py, 0.32).
+        """
         says = self._planner.request_finished(request)
         if says is None or hasattr(request, _ANSWERED):
             return None
@@ -208,10 +210,10 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
         self._mover.begin_loads(self._orders)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: a request computes only when its load is over."""
+        """Does nothing: a request computes only when its load is over."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: a page is saved when all layers are computed."""
+        """Does nothing: a page is saved when all layers are computed."""
 
     def wait_for_save(self) -> None:
         """Begins the saves of a step."""

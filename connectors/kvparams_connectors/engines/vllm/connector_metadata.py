@@ -58,7 +58,7 @@ class SaveSpec:
 
 @dataclass(slots=True)
 class ConnectorMetadata:
-    """Of one step."""
+    """A `ConnectorMetadata` holds the scheduler's orders of one step."""
 
     loads: list[LoadSpec] = field(default_factory=list[LoadSpec])
     saves: list[SaveSpec] = field(default_factory=list[SaveSpec])

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # vLLM's own classes, as far as they matter here
         def __init__(self, data: dict[str, Any]) -> None: ...
 
     class KVConnectorPromMetrics:
-        """Of the same file."""
+        """Stands for the class of the same file."""
 
         _counter_cls: Any
         per_engine_labelvalues: dict[int, list[object]]
@@ -73,15 +73,17 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """Describes what a worker tells the scheduler after a step."""
 
     def __init__(self, loads: list[tuple[int, float]], copied: list[int]) -> None:
-        """Args:
-        loads: bytes and seconds of loads that have ended.
-        copied: numbers of save orders that no longer need their blocks; from every rank once.
+        """Creates a `WorkerMetadata`.
+
+        Args:
+            loads: bytes and seconds of loads that have ended.
+            copied: numbers of save orders that no longer need their blocks; from every rank once.
         """
         self.loads: Final = loads
         self.copied: Final = copied
 
     def aggregate(self, other: "WorkerMetadata") -> "WorkerMetadata":
-        """Those of several ranks."""
+        """Merges the metadata of several ranks."""
         return WorkerMetadata(self.loads + other.loads, self.copied + other.copied)
 
 

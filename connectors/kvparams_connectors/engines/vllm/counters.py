@@ -46,8 +46,11 @@ def flatten_counters(stats: ConnectorStats) -> dict[str, int]:
 
 
 def combine_groups(groups: Iterable[ConnectorStats]) -> dict[str, int]:
-    """The counters of a rank's connectors, one for each group of layers. Each token is in all groups, and is counted
-    where most are loaded: layers with a window load only what it reaches."""
+    """Combines the counters of a rank's connectors, one for each group of layers.
+
+    Each token is in all groups, and is counted where most are loaded: layers with a window load only the tokens in
+    reach.
+    """
     counts: dict[str, int] = {}
     for stats in groups:
         for name, count in flatten_counters(stats).items():

@@ -20,7 +20,7 @@ PageChains = tuple[tuple[Page, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class GroupedPlan:
-    """One sequence; the pages of all groups begin and end at the same tokens."""
+    """A `GroupedPlan` plans one sequence; the pages of all groups begin and end at the same tokens."""
 
     plans: tuple[SequencePlan, ...]
     windows: tuple[int | None, ...]
@@ -28,12 +28,12 @@ class GroupedPlan:
 
     @property
     def tokens(self) -> int:
-        """Of the sequence."""
+        """Returns the number of tokens of the sequence."""
         return self.plans[0].tokens
 
     @property
     def pages(self) -> tuple[Page, ...]:
-        """Of the first group."""
+        """Returns the pages of the first group."""
         return self.plans[0].pages
 
     @property
@@ -43,7 +43,7 @@ class GroupedPlan:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Of all groups, one after the other."""
+        """Returns the keys of all groups, one after the other."""
         if len(self.plans) == 1:
             return self.plans[0].keys
         return tuple(key for plan in self.plans for key in plan.keys)
@@ -99,7 +99,7 @@ class GroupedPlan:
         )
 
     def stored_bytes(self, start: int, end: int) -> int:
-        """Of what is read to go on at `end` where the tokens up to `start` are there."""
+        """Returns the bytes to read to go on at `end` if the tokens up to `start` are there."""
         pages = sum(page.start < end for page in self.pages)
         return sum(
             plan.identity(part).stored_bytes

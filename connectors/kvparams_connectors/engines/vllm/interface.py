@@ -47,8 +47,11 @@ class _ModelConfig(Protocol):
 
 
 class _ParallelConfig(Protocol):
-    """vllm/config/parallel.py, `ParallelConfig`. `data_parallel_rank_local` counts the engines that one server has
-    started on this machine (vllm/v1/engine/core.py, `run_engine_core`); None or 0 without data parallelism."""
+    """Declares `ParallelConfig` of vllm/config/parallel.py.
+
+    `data_parallel_rank_local` counts the engines that one server has started on this machine (vllm/v1/engine/core.py,
+    `run_engine_core`); None or 0 without data parallelism.
+    """
 
     @property
     def tensor_parallel_size(self) -> int: ...
@@ -164,8 +167,10 @@ class _PlaceholderRange(Protocol):
 
 
 class _MultiModalFeature(Protocol):
-    """vllm/multimodal/inputs.py, `MultiModalFeatureSpec`. Its identifier is a hash of the content, or
-    what a client has called it."""
+    """Declares `MultiModalFeatureSpec` of vllm/multimodal/inputs.py.
+
+    Its identifier is a hash of the content, or a client's name for it.
+    """
 
     @property
     def identifier(self) -> str: ...

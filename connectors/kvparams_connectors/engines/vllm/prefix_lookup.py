@@ -25,11 +25,13 @@ class StorePrefixLookup:
     def __init__(
         self, store: KVStore, shares: Sequence[RankShard], deadline_s: float, *, own: str | None = None
     ) -> None:
-        """Args:
-        store: stays the caller's.
-        shares: of the groups of layers, in the engine's order; without cache salt and LoRA, which each request brings.
-        deadline_s: for one lookup.
-        own: where this engine's own pages are read, if not in the store.
+        """Creates a `StorePrefixLookup`.
+
+        Args:
+            store: stays the caller's.
+            shares: of the groups of layers, in the engine's order; each request brings its cache salt and LoRA.
+            deadline_s: for one lookup.
+            own: where this engine's own pages are read, if not in the store.
         """
         self._store = store
         self._own = own

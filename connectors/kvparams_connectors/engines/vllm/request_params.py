@@ -27,7 +27,7 @@ sensible size they live much longer; should one be gone nevertheless, vLLM's loa
 
 @dataclass(frozen=True, slots=True)
 class RequestParams:
-    """One request's document, and what follows from it."""
+    """A `RequestParams` holds the document of one request, and the facts that follow from it."""
 
     params: KVTransferParams | None
     """The document that came; None: an ordinary request, which shares prefixes."""

@@ -1,4 +1,4 @@
-"""One request in the book: what it brought, what was asked of the store for it, and which life of the weights it is of.
+"""Holds the state of one request: its inputs, its store lookup, and the life of the weights that it belongs to.
 
 vLLM may be given other weights while it runs, and then has its caches reset; what the engine computes from there on has
 another name, a life. Invariant: what a request began in one life is never stored under the name of another.
@@ -22,7 +22,7 @@ ALL_TOKENS: Final = 1 << 40
 
 
 class RequestState:
-    """One request."""
+    """A `RequestState` is the scheduler-side state of one request."""
 
     def __init__(
         self,
@@ -33,13 +33,15 @@ class RequestState:
         life: tuple[ExtraKey, ...],
         plan: GroupedPlan | None,
     ) -> None:
-        """Args:
-        handoff: what its document says.
-        extras: what its KV depends on besides token ids.
-        prompt: its token ids.
-        tracked: what it still wants of the store.
-        life: of the weights; nothing for those that the engine has started with.
-        plan: of its prompt; None: the store is left alone, and its answer only says so.
+        """Creates a `RequestState`.
+
+        Args:
+            handoff: what its document says.
+            extras: what its KV depends on besides token ids.
+            prompt: its token ids.
+            tracked: what it still wants of the store.
+            life: of the weights; nothing for those that the engine has started with.
+            plan: of its prompt; None: the store is left alone, and its answer only says so.
         """
         self.request_params: Final = handoff
         self.prompt: Final = tuple(prompt)

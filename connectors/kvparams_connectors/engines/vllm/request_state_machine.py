@@ -44,14 +44,19 @@ class SaveRange:
 
 
 class RequestStateMachine:
-    """One request. The order of calls is the engine's; what does not fit the stage is answered with nothing."""
+    """A `RequestStateMachine` follows one request in the engine's order of calls.
+
+    A call that does not fit the stage has no effect.
+    """
 
     def __init__(self, *, prompt_tokens: int, page_tokens: int, saves: bool, saves_tail: bool) -> None:
-        """Args:
-        prompt_tokens: of the prompt as it came.
-        page_tokens: of a stored page.
-        saves: whether anything of it is saved.
-        saves_tail: the prompt's last page is saved although it is not full: another engine will ask for it.
+        """Creates a `RequestStateMachine`.
+
+        Args:
+            prompt_tokens: of the prompt as it came.
+            page_tokens: of a stored page.
+            saves: whether anything of it is saved.
+            saves_tail: the prompt's last page is saved although it is not full: another engine will ask for it.
         """
         self.prompt_tokens: Final = prompt_tokens
         self._page_tokens: Final = page_tokens

@@ -102,11 +102,11 @@ class SchedulerConnector:
         self._resets: Final = PrefixCacheResets()
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Who knows the blocks of a request."""
+        """Sets the object that knows the blocks of a request."""
         self._tables.bind(manager)
 
     def bind_pool(self, pool: BlockPool) -> None:
-        """Who keeps blocks from being given to others; without it workers copy before a step ends."""
+        """Sets the pool that keeps blocks from being reused; without it workers copy before a step ends."""
         self._resets.bind(pool)
         self._holds = BlockPins(pool, self._ranks)
         self.state.pin_blocks = self._holds.pin
@@ -122,7 +122,7 @@ class SchedulerConnector:
         return bool(self._holds) and self._holds.blocks_other_requests
 
     def update_from_workers(self, loads: Iterable[tuple[int, float]], copied: Iterable[int]) -> None:
-        """What workers say: loads that have ended, in bytes and seconds, and save orders that are copied."""
+        """Applies the workers' reports: ended loads, in bytes and seconds, and copied save orders."""
         for nbytes, seconds in loads:
             self.state.record_load(nbytes, seconds)
         if self._holds is not None:
@@ -220,7 +220,7 @@ class SchedulerConnector:
         self.state.invalidate_stored(os.urandom(32))
 
     def counts(self) -> dict[str, int]:
-        """Of decisions, since the start."""
+        """Returns the counts of decisions since the start."""
         counts = dict(self.state.counts)
         if self._malformed:
             counts[UNTRUSTED_PREFIX + "malformed"] = self._malformed

@@ -89,7 +89,7 @@ class ScheduledRequest:
 
 
 class SchedulerState:
-    """All requests of an engine. Used by the scheduler's thread alone."""
+    """A `SchedulerState` holds all requests of an engine, for the scheduler's thread alone."""
 
     def __init__(
         self,
@@ -178,8 +178,10 @@ class SchedulerState:
     def update_after_alloc(
         self, request_id: str, external: int, token_ids: Tokens[int], tables: GroupBlockTables
     ) -> None:
-        """The engine has blocks for the request, and counts on `external` tokens; see
-        `RequestStateMachine.begin_load`."""
+        """Records that the engine has blocks for the request, and counts on `external` tokens.
+
+        See `RequestStateMachine.begin_load`.
+        """
         entry = self._entries.get(request_id)
         claim = None if entry is None else entry.state_machine.begin_load(external)
         if entry is not None and claim is not None:

@@ -1,4 +1,4 @@
-"""One page through the whole path before the engine serves: gather, put, get, verify, scatter.
+"""Sends one page through the whole path before the engine serves: gather, put, get, verify, scatter.
 
 A page that comes back other than it went in stops the engine; a store that does not answer does not, for it may come
 back, and until then everything is computed.

@@ -140,19 +140,21 @@ class WorkerConnector:
             self._ready().save(orders)
 
     def take_finished(self) -> set[str]:
-        """Requests whose loads have ended; `bad_blocks`, `load_samples` and `copied_pins` then say more of what has
-        ended."""
+        """Returns the requests whose loads have ended.
+
+        `bad_blocks`, `load_samples` and `copied_pins` then have the details.
+        """
         self._last = FinishedTransfers() if self._transfers is None else self._transfers.finished()
         return self._last.request_ids
 
     @property
     def bad_blocks(self) -> set[int]:
-        """Of the requests that `take_finished` named last."""
+        """Returns the bad blocks of the requests that `take_finished` named last."""
         return self._last.bad_blocks
 
     @property
     def failed(self) -> set[str]:
-        """Of the requests that `take_finished` named last: they have nothing of what was to be loaded."""
+        """Returns the requests that `take_finished` named last and that loaded nothing."""
         return self._last.failed
 
     @property

@@ -79,7 +79,7 @@ class _RunningLoad:
 
 
 class WorkerTransfers:
-    """One worker's loads and saves. Used by the engine's thread alone."""
+    """A `WorkerTransfers` runs the loads and saves of one worker, on the engine's thread alone."""
 
     def __init__(
         self,
@@ -91,13 +91,15 @@ class WorkerTransfers:
         patience_s: float = 5.0,
         all_or_nothing: bool = False,
     ) -> None:
-        """Args:
-        connectors: by group of layers.
-        block_size: tokens of the engine's blocks.
-        aside: where saves copy blocks that are kept for them, one after the other; None: in the engine's thread, as
-            for blocks on a device, where that only puts work on the engine's stream.
-        patience_s: a save that has not begun by then is left out, so that its blocks come free.
-        all_or_nothing: a request of which a part could not be loaded has nothing; else it has what stands before that.
+        """Creates a `WorkerTransfers`.
+
+        Args:
+            connectors: by group of layers.
+            block_size: tokens of the engine's blocks.
+            aside: where saves copy blocks that are kept for them, one after the other; None: in the engine's thread, as
+                for blocks on a device, where that only puts work on the engine's stream.
+            patience_s: a save that has not begun by then is left out, so that its blocks come free.
+            all_or_nothing: a request with a part that could not be loaded has nothing; else it has the part before.
         """
         self._all_or_nothing = all_or_nothing
         self._connectors, self._block_size, self._clock = tuple(connectors), block_size, clock
@@ -157,7 +159,7 @@ class WorkerTransfers:
         return True
 
     def _hear(self, seen: FinishedTransfers) -> None:
-        """Which saves need their blocks no longer."""
+        """Records the saves that no longer need their blocks."""
         while self._copied:
             number, job = self._copied.popleft()
             self._copying -= 1

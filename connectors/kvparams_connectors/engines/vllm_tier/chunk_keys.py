@@ -80,17 +80,17 @@ class OffloadChunkLayout:
 
     @property
     def layers(self) -> int:
-        """Of all groups together."""
+        """Returns the number of layers of all groups together."""
         return sum(len(group.layers) for group in self.groups)
 
     @property
     def payload_bytes(self) -> int:
-        """Of a chunk, without its header: what all workers keep of it."""
+        """Returns the size of a chunk of all workers together, without its header."""
         return self.block_bytes * self.chunk_blocks * self.copies
 
     @property
     def stored_bytes(self) -> int:
-        """Of a chunk in the store."""
+        """Returns the size of a chunk in the store."""
         return HEADER_BYTES + self.payload_bytes
 
     def _texts(self) -> Iterator[str]:

@@ -18,13 +18,15 @@ _LOGGER: Final = logging.getLogger(__name__)
 
 
 class ChunkLookup:
-    """All requests' questions. One thread calls it, and never waits."""
+    """A `ChunkLookup` holds the lookups of all requests; one thread calls it, and never waits."""
 
     def __init__(self, store: KVStore, form: OffloadChunkLayout, *, lookup_s: float) -> None:
-        """Args:
-        store: stays the caller's.
-        form: of the chunks.
-        lookup_s: until then the store answers, or it is a no.
+        """Creates a `ChunkLookup`.
+
+        Args:
+            store: stays the caller's.
+            form: of the chunks.
+            lookup_s: until then the store answers, or it is a no.
         """
         self._store = store
         self._form = form
@@ -93,7 +95,7 @@ class ChunkLookup:
                 self._askers[key].discard(request)
 
     def restart(self, form: OffloadChunkLayout) -> None:
-        """What was told is void, and whoever waits has to ask again; chunks have this form from now on."""
+        """Discards all results, so that waiting requests ask again; chunks have this form from now on."""
         self._form = form
         self._askers.clear()
         self._unsent.clear()
@@ -101,7 +103,7 @@ class ChunkLookup:
         self._told.clear()
 
     def _hear(self) -> None:
-        """What the store has said, once a step. A chunk of a size that it cannot have is none."""
+        """Applies the store's answers, once a step; a chunk of an impossible size counts as missing."""
         self._heard = True
         waiting: list[tuple[list[bytes], Job[Results]]] = []
         for keys, job in self._jobs:

@@ -85,7 +85,7 @@ class _ResultBuilder:
 
 
 class OffloadChunkPipeline:
-    """One engine's way to a store."""
+    """An `OffloadChunkPipeline` moves the chunks of one engine."""
 
     def __init__(
         self,
@@ -97,13 +97,15 @@ class OffloadChunkPipeline:
         verify: bool = True,
         seals: PageAuthKeys | None = None,
     ) -> None:
-        """Args:
-        store: stays the caller's.
-        form: of the chunks.
-        deadline_s: of each load and save, from its submission on.
-        arena_bytes: for chunks on their way; None: 64 MiB, and room for 8 chunks at least.
-        verify: False uses whatever comes.
-        seals: keys of authenticated pages.
+        """Creates an `OffloadChunkPipeline`.
+
+        Args:
+            store: stays the caller's.
+            form: of the chunks.
+            deadline_s: of each load and save, from its submission on.
+            arena_bytes: for chunks on their way; None: 64 MiB, and room for 8 chunks at least.
+            verify: False uses whatever comes.
+            seals: keys of authenticated pages.
         """
         self._store = store
         self._form = form

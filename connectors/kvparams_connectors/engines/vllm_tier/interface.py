@@ -22,7 +22,7 @@ class _OffloadingGroupConfig(Protocol):
 
 
 class _OffloadingModelConfig(Protocol):
-    """Of the same file, `OffloadingModelConfig`."""
+    """Declares `OffloadingModelConfig` of the same file."""
 
     @property
     def name(self) -> str: ...
@@ -31,7 +31,7 @@ class _OffloadingModelConfig(Protocol):
 
 
 class _OffloadingCacheConfig(Protocol):
-    """Of the same file, `OffloadingCacheConfig`."""
+    """Declares `OffloadingCacheConfig` of the same file."""
 
     @property
     def tokens_per_hash(self) -> int: ...
@@ -40,7 +40,7 @@ class _OffloadingCacheConfig(Protocol):
 
 
 class _OffloadingParallelConfig(Protocol):
-    """Of the same file, `OffloadingParallelConfig`."""
+    """Declares `OffloadingParallelConfig` of the same file."""
 
     @property
     def world_size(self) -> int: ...
@@ -55,7 +55,7 @@ class _OffloadingParallelConfig(Protocol):
 
 
 class OffloadingConfig(Protocol):
-    """Of the same file, `OffloadingConfig`. `worker_kv_bytes_per_block` is of all layers."""
+    """Declares `OffloadingConfig` of the same file; `worker_kv_bytes_per_block` is of all layers."""
 
     @property
     def groups(self) -> Sequence[_OffloadingGroupConfig]:
@@ -108,8 +108,10 @@ class OffloadingSpec(Protocol):
 
 
 class TransferJob(Protocol):
-    """vllm/v1/kv_offload/tiering/base.py. `keys[i]` lies in row `chunk_ids[i]` of host memory, which stays ours until
-    the job is reported."""
+    """Declares `TransferJob` of vllm/v1/kv_offload/tiering/base.py.
+
+    `keys[i]` lies in row `chunk_ids[i]` of host memory, which the tier may use until the job is reported.
+    """
 
     @property
     def job_id(self) -> int:

@@ -1,5 +1,6 @@
-"""Determines whether the vLLM that is installed speaks to a tier as the one that is known here. It calls its own
-interface experimental, and has changed it with every version.
+"""Checks that the installed vLLM has the tier interface that this package knows.
+
+vLLM calls its interface experimental, and has changed it with every version.
 
 What differs is refused before anything is served, by name; a field that means something else would be somebody else's
 KV.
@@ -83,8 +84,10 @@ def find_differences(base: Any, others: Mapping[str, Any]) -> list[str]:
 
 
 def require_known_interface(version: str, base: Any, others: Mapping[str, Any]) -> None:
-    """Raises:
-    StoreError: something differs.
+    """Raises if the interface of the installed vLLM differs.
+
+    Raises:
+        StoreError: something differs.
     """
     found = find_differences(base, others)
     if found:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # vLLM's own classes, as far as they matter here
         ) -> None: ...
 
     class JobResult:
-        """Of the same file."""
+        """Stands for the class of the same file."""
 
         def __init__(
             self,
@@ -55,10 +55,10 @@ if TYPE_CHECKING:  # vLLM's own classes, as far as they matter here
         RETRY: Any
 
     class RequestOffloadingContext:
-        """Of the same file."""
+        """Stands for the class of the same file."""
 
     class OffloadingCounterMetadata:
-        """Of the same file."""
+        """Stands for the class of the same file."""
 
         def __init__(self, documentation: str, labelnames: tuple[str, ...] = ()) -> None: ...
 
@@ -69,12 +69,12 @@ if TYPE_CHECKING:  # vLLM's own classes, as far as they matter here
         def increase_counter(self, counter_name: str, value: int, labelvalues: tuple[str, ...] = ()) -> None: ...
 
     class Medium:
-        """Of the same file as LookupResult."""
+        """Stands for the class of the same file as LookupResult."""
 
         STORAGE: Any
 
     class Locality:
-        """Of the same file."""
+        """Stands for the class of the same file."""
 
         def __init__(self, value: str) -> None: ...
 

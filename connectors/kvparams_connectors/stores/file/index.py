@@ -55,7 +55,7 @@ class IndexEntry(NamedTuple):
 
 
 class FileIndex:
-    """One process's view of the index."""
+    """A `FileIndex` is a process's view of the index."""
 
     def __init__(self, file: FileMap, deadline: float) -> None:
         """Take a seat; free what dead owners left, and everything if the machine has restarted since.

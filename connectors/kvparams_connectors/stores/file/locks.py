@@ -23,7 +23,7 @@ _LONGEST_PAUSE_S: Final = 0.001
 
 
 class FileLock:
-    """One exclusive lock on an open file, for the threads of all processes."""
+    """A `FileLock` is an exclusive lock on an open file, for the threads of all processes."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -131,8 +131,7 @@ class FileStore(BlockingStore):
 
     @contextmanager
     def _using(self, deadline: float) -> Generator[FileValues | None]:
-        """Returns what the path names now, for one batch, which goes on with it to its end; None: no store could be
-        opened."""
+        """Yields the store that the path names now, for one batch; None if no store could be opened."""
         with self._changing:
             if self._values is None or not self._values.path_is_current():
                 self._open_anew(deadline)

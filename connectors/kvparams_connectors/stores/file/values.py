@@ -29,7 +29,7 @@ _LATELY_S: Final = 1.0
 
 
 class FileValues:
-    """One file as this process has opened it. Of every operation: see `KVStore`."""
+    """A `FileValues` is a file as this process has opened it; for its operations see `KVStore`."""
 
     def __init__(self, path: Path, size_bytes: int | None, unit_bytes: int | None, timeout_s: float) -> None:
         """As for `FileStore`."""
@@ -48,7 +48,7 @@ class FileValues:
 
     @property
     def shape(self) -> FileGeometry:
-        """Of the file."""
+        """Returns the shape of the file."""
         return self._map.shape
 
     @property
@@ -65,8 +65,10 @@ class FileValues:
         return self._file == (status.st_dev, status.st_ino)
 
     def path_was_current(self) -> bool:
-        """`path_is_current`, as it was a moment ago, for who only asks: a call of the system gives others their turn,
-        and in a busy process takes milliseconds."""
+        """Returns the most recent result of `path_is_current`, without a system call.
+
+        A system call gives other threads their turn, and in a busy process takes milliseconds.
+        """
         now = time.monotonic()
         if now - self._seen_there < _LATELY_S:
             return True

@@ -43,10 +43,12 @@ class DeferredStore(KVStore):
     """The store that `opens` makes, as soon as it can."""
 
     def __init__(self, opens: Callable[[], KVStore], name: str, *, pause_s: float = _PAUSE_S) -> None:
-        """Args:
-        opens: opens the store; raises StoreError.
-        name: for the log and the thread; a scheme, never a URL.
-        pause_s: between two attempts, at least.
+        """Creates a `DeferredStore`.
+
+        Args:
+            opens: opens the store; raises StoreError.
+            name: for the log and the thread; a scheme, never a URL.
+            pause_s: between two attempts, at least.
         """
         self._opens = opens
         self._name = name
@@ -62,7 +64,7 @@ class DeferredStore(KVStore):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Of a server, until it is known which."""
+        """Returns the capabilities of a server, until the real ones are known."""
         return _EXPECTED if self._store is None else self._store.capabilities
 
     def register(self, arena: "Arena") -> None:

@@ -68,7 +68,7 @@ class GuardStatistics:
 
 @dataclass(eq=False, slots=True)
 class InFlightOperation:
-    """One operation that has not settled."""
+    """An `InFlightOperation` is an operation that has not settled."""
 
     kind: GuardedOperation
     keys: Sequence[str]
@@ -157,7 +157,7 @@ class StoreHealth:
         return self._outcome(flight, now, late=late, dead=dead, told=bool(results))
 
     def _moved(self, flight: InFlightOperation, results: Results, now: float) -> None:
-        """What a get or put says of rates and of single values."""
+        """Records the rates and the single values of a get or put."""
         nbytes = sum(result.nbytes for result in results if result.code is ResultCode.OK)
         if nbytes and now <= flight.deadline:
             (self._gets if flight.kind == "get" else self._puts).record(nbytes, now - flight.started)
@@ -199,8 +199,7 @@ class StoreHealth:
     # ---- probes
 
     def begin_probe(self, now: float) -> bool:
-        """Returns whether it is time to ask the store whether it is back; until `record_probe`, no operation is
-        admitted."""
+        """Returns True if it is time to probe the store; until `record_probe`, no operation is admitted."""
         if not self._breaker.poll(now):
             return False
         self._breaker.begin_trial()

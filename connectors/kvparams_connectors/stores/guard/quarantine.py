@@ -13,9 +13,11 @@ class Quarantine:
     """A set of keys that forgets. It does not lock; whoever owns it does."""
 
     def __init__(self, most: int, seconds: float) -> None:
-        """Args:
-        most: so many keys at a time; of more the oldest are let go.
-        seconds: for how long each.
+        """Creates a `Quarantine`.
+
+        Args:
+            most: so many keys at a time; of more the oldest are let go.
+            seconds: for how long each.
         """
         self._most = most
         self._seconds = seconds

@@ -55,10 +55,12 @@ class GuardedStore(KVStore):
     """`inner`, guarded. It belongs to the guard: closing this closes it."""
 
     def __init__(self, inner: KVStore, limits: GuardLimits | None = None, *, name: str = "store") -> None:
-        """Args:
-        inner: the store; its methods return at once, as `KVStore` asks.
-        limits: how much patience there is with it.
-        name: for the log and the thread; a scheme, never a URL.
+        """Creates a `GuardedStore`.
+
+        Args:
+            inner: the store; its methods return at once, as `KVStore` asks.
+            limits: how much patience there is with it.
+            name: for the log and the thread; a scheme, never a URL.
         """
         self._inner = inner
         self._limits = limits or GuardLimits()
@@ -251,8 +253,10 @@ def _answered(probe: Job[Results]) -> bool:
 
 
 def open_guarded(url: str, limits: GuardLimits | None = None) -> KVStore:
-    """Open a store by its URL for an engine: guarded, unless nothing but memory of this process is behind it, or its
-    tiers are guarded already. A store that nobody answers for yet is opened when somebody does.
+    """Opens a store by its URL for an engine, with a guard where one is needed.
+
+    A store in this process's memory and one whose tiers are guarded need none. A store that does not answer yet is
+    opened when it does.
 
     Raises:
         StoreError: see `open_store`; never `StoreUnreachable`.

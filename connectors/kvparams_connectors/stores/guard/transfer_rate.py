@@ -20,7 +20,7 @@ class TransferRate:
         self._weight = self._bytes = self._seconds = self._bytes2 = self._cross = 0.0
 
     def record(self, nbytes: int, seconds: float) -> None:
-        """One operation moved `nbytes` bytes in `seconds`."""
+        """Records that an operation moved `nbytes` bytes in `seconds`."""
         self._weight = self._weight * _FADING + 1
         self._bytes = self._bytes * _FADING + nbytes
         self._seconds = self._seconds * _FADING + seconds

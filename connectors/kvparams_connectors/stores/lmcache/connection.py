@@ -42,8 +42,10 @@ class LMCacheConnection(DeadlineSocket):
     """A connected socket and the replies that are owed on it."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Args:
-        sock: connected, and from now on ours to close.
+        """Creates an `LMCacheConnection`.
+
+        Args:
+            sock: connected, and from now on ours to close.
         """
         super().__init__(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -73,8 +75,7 @@ class LMCacheConnection(DeadlineSocket):
         return reply
 
     def replies(self, count: int) -> list[LMCacheReply]:
-        """So many of the replies that are owed, at most `MAX_REPLIES_AT_ONCE`, none of which has a value; raises as
-        `reply`."""
+        """Receives that many replies, at most `MAX_REPLIES_AT_ONCE`, none of which has a value; raises as `reply`."""
         data = self._replies[: count * REPLY_BYTES]
         self._exactly(data, whole=count == 1)
         replies = list(decode_replies(data))
@@ -121,15 +122,20 @@ class LMCacheConnection(DeadlineSocket):
         return not self._owed and self.is_silent
 
     def close(self) -> None:
-        """Let go of the socket; what is owed is reset, and so is what the server has closed itself: it listens without
-        SO_REUSEADDR, and could not come back on its port for a minute."""
+        """Closes the socket and resets a connection with owed replies, or one that the server has closed.
+
+        The server listens without SO_REUSEADDR, and could not come back on its port for a minute otherwise.
+        """
         if self.is_reusable:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _CLOSE)
         super().close()
 
     def _acknowledge(self) -> None:
-        """Tell the server's kernel at once what we have received. The server leaves Nagle's algorithm on, so what it
-        sends behind a reply (its value, or the next one) waits there for that, which ours may hold back for 40 ms."""
+        """Acknowledges received bytes to the server's kernel at once.
+
+        The server leaves Nagle's algorithm on, so the bytes that it sends behind a reply (its value, or the next one)
+        wait there for the acknowledgment, which this kernel may hold back for 40 ms.
+        """
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
 
     def _exactly(self, target: memoryview, *, first: bool = False, whole: bool = True) -> None:

@@ -67,8 +67,7 @@ class LMCacheMPLibrary:
         return LMCacheMPClient(self._factory.RequestClientFactory.create(f"tcp://{address}", context=context), context)
 
     def key(self, model: str, tokens: tuple[int, ...], request: str, *, worker: bool) -> Any:
-        """Returns what a request names its value by; `worker`: of the one worker there is, or of all, as a lookup
-        needs."""
+        """Returns the key of a request's value; `worker` selects the single worker, or all of them for a lookup."""
         return self._types.IPCCacheServerKey(
             model_name=model,
             world_size=1,
@@ -81,7 +80,7 @@ class LMCacheMPLibrary:
         )
 
     def registration(self, instance: int, model: str, value_bytes: int) -> Any:
-        """One layer of one slot: a chunk is a row of bytes."""
+        """Returns the registration of one layer of one slot, in which a chunk is a row of bytes."""
         return self._types.RegisterEngineDrivenContextPayload(
             instance_id=instance,
             model_name=model,
@@ -95,8 +94,10 @@ class LMCacheMPLibrary:
         )
 
     def object_name(self, model: str, tokens: Sequence[int]) -> dict[str, object]:
-        """Returns what the server's HTTP interface calls the value: `EncodedObjectKey` in distributed/api.py. Right for
-        a server with the default `--hash-algorithm blake3`."""
+        """Returns the name of the value in the server's HTTP interface: `EncodedObjectKey` in distributed/api.py.
+
+        It is right for a server with the default `--hash-algorithm blake3`.
+        """
         if self._hash is None or self._hash.chunk_size != len(tokens):
             self._hash = self._hasher.TokenHasher(len(tokens), "blake3")
         (digest,) = self._hash.compute_chunk_hashes(list(tokens))

@@ -1,4 +1,4 @@
-"""One store's standing with LMCache's multi-process server: a client, a registration, the mapped pool, what is owed.
+"""Manages a store's session with LMCache's multi-process server: client, registration, mapped pool, owed replies.
 
 Before anything is asked, the pool is known to be that of the server that runs now, and we to be known to it; so
 whatever a server that was started anew has forgotten is noticed before a byte moves.
@@ -34,10 +34,12 @@ class LMCacheMPSession:
     """Used by one thread at a time."""
 
     def __init__(self, library: LMCacheMPLibrary, address: str, model: str, chunk_bytes: int) -> None:
-        """Args:
-        address: `host:port` of the server.
-        model: what the server is told that these values are of; stands for one size of chunks.
-        chunk_bytes: of every value, its head included.
+        """Creates an `LMCacheMPSession`.
+
+        Args:
+            address: `host:port` of the server.
+            model: what the server is told that these values are of; stands for one size of chunks.
+            chunk_bytes: of every value, its head included.
         """
         self._library = library
         self._address = address

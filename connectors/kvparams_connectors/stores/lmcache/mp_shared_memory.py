@@ -36,7 +36,7 @@ ChunkSlot = tuple[int, int]
 
 
 class SharedPoolMemory:
-    """All of the server's memory for values."""
+    """A `SharedPoolMemory` maps all of the server's memory for values."""
 
     def __init__(self, name: str, size: int) -> None:
         """Map it.

@@ -39,7 +39,7 @@ class LeaseState(Enum):
 
 @dataclass(eq=False, slots=True)
 class ValueLease:
-    """One key, asked for once."""
+    """A `ValueLease` is one requested key."""
 
     key: str
     request: str

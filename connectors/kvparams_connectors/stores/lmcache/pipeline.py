@@ -155,8 +155,10 @@ def total_bytes(parts: Sequence[memoryview]) -> int:
 def read_records(
     pool: LMCacheConnectionPool, server: LMCacheAddress, names: Sequence[bytes], deadline: float
 ) -> list[Result]:
-    """Ask for records, of thousands in one round trip: OK with the value's size, MISS, CORRUPT if something else
-    stands there, or why there is no answer."""
+    """Reads records, thousands of them in one round trip.
+
+    Each result is OK with the value's size, MISS, CORRUPT if the bytes are no record, or the reason for no answer.
+    """
     results: list[Result] = []
     while len(results) < len(names):
         chunk = names[len(results) : len(results) + MAX_REPLIES_AT_ONCE]
@@ -190,9 +192,11 @@ class StoreValueRequest:
     """A value, then its record, then the question whether the record stands there: OK, or EXISTS if it is another's."""
 
     def __init__(self, value: bytes, record: bytes, buffers: Sequence[memoryview]) -> None:
-        """Args:
-        value, record: names.
-        buffers: flat bytes.
+        """Creates a `StoreValueRequest`.
+
+        Args:
+            value, record: names.
+            buffers: flat bytes.
         """
         self._value, self._record = value, record
         self._buffers = buffers
@@ -226,10 +230,12 @@ class FetchValueRequest:
     def __init__(
         self, value: bytes, buffers: Sequence[memoryview], arrived: Callable[[int], None] | None = None
     ) -> None:
-        """Args:
-        value: a name.
-        buffers: flat bytes, writable.
-        arrived: see `GetOp`.
+        """Creates a `FetchValueRequest`.
+
+        Args:
+            value: a name.
+            buffers: flat bytes, writable.
+            arrived: see `GetOp`.
         """
         self._value = value
         self._buffers = buffers
@@ -268,8 +274,10 @@ class TombstoneRequest:
     weight = 3 * REQUEST_BYTES
 
     def __init__(self, value: bytes, record: bytes) -> None:
-        """Args:
-        value, record: names.
+        """Creates a `TombstoneRequest`.
+
+        Args:
+            value, record: names.
         """
         self._value, self._record = value, record
 

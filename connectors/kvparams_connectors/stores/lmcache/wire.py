@@ -113,7 +113,7 @@ def encode_request(command: LMCacheCommand, name: bytes, nbytes: int = 0, entry:
 
 
 def decode_reply(data: bytes | bytearray | memoryview) -> LMCacheReply:
-    """One reply of `REPLY_BYTES`. Raises ProtocolError."""
+    """Decodes a reply of `REPLY_BYTES`, or raises ProtocolError."""
     return next(decode_replies(data))
 
 
@@ -151,8 +151,10 @@ class LMCacheNames:
     LONGEST_PREFIX: Final = 64
 
     def __init__(self, prefix: str = "") -> None:
-        """Args:
-        prefix: deployments with different ones do not meet; at most `LONGEST_PREFIX` characters, no `@`, no space.
+        """Creates an `LMCacheNames`.
+
+        Args:
+            prefix: deployments with different ones do not meet; at most `LONGEST_PREFIX` characters, no `@`, no space.
         """
         model = f"kvparams:{prefix}" if prefix else "kvparams"
         self._value = f"{model}@1@0@"

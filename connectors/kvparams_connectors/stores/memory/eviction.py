@@ -28,8 +28,10 @@ class EvictionEntry:
     __slots__ = ("born", "hot", "units")
 
     def __init__(self, units: int) -> None:
-        """Args:
-        units: the room that the value takes.
+        """Creates an `EvictionEntry`.
+
+        Args:
+            units: the room that the value takes.
         """
         self.units = units
         self.born: int | None = None
@@ -45,9 +47,11 @@ class ScanResistantTable(Generic[E]):
     """
 
     def __init__(self, units: int, *, hot_share: float = _HOT_SHARE) -> None:
-        """Args:
-        units: the room, in the units of the entries.
-        hot_share: how much of it what is hot may take; 0 is plain least-recently-used.
+        """Creates a `ScanResistantTable`.
+
+        Args:
+            units: the room, in the units of the entries.
+            hot_share: how much of it what is hot may take; 0 is plain least-recently-used.
         """
         self._hot_limit = int(units * hot_share)
         self._later = max(1, int(units * _LATER_SHARE))

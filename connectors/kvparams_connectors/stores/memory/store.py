@@ -190,8 +190,7 @@ class MemoryStore(BlockingStore):
         return ResultCode.OK
 
     def _place(self, value: StoredValue, buffers: Sequence[memoryview]) -> CopyPairs | None:
-        """Returns where its bytes are, inside and outside; None: the caller released a buffer that it had leased to
-        us."""
+        """Returns the positions of the value's bytes, inside and outside; None if a leased buffer was released."""
         try:
             return copy_pairs(self._memory, self._unit_bytes, value.runs, buffers, value.nbytes)
         except ValueError:
@@ -266,7 +265,7 @@ class MemoryStore(BlockingStore):
     # ---- for others that read this memory: they use a value, and renew no lease
 
     def sizes(self, keys: Sequence[str]) -> list[int | None]:
-        """Of values that are there; None where there is none."""
+        """Returns the sizes of stored values, and None for missing ones."""
         with self._changed:
             self._values.touch(keys)
             values = [self._values.get(key) for key in keys]
@@ -302,7 +301,7 @@ class MemoryStore(BlockingStore):
 
     @property
     def buffer(self) -> ByteArray:
-        """All of the memory."""
+        """Returns all of the memory."""
         return self._memory
 
     def release(self) -> None:

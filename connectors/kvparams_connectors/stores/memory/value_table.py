@@ -42,9 +42,11 @@ class ValueTable(ScanResistantTable[StoredValue]):
     """Values under keys in a bounded number of units."""
 
     def __init__(self, units: int, lease_s: float) -> None:
-        """Args:
-        units: the room for all values.
-        lease_s: so long after it was put or found a value is not evicted.
+        """Creates a `ValueTable`.
+
+        Args:
+            units: the room for all values.
+            lease_s: so long after it was put or found a value is not evicted.
         """
         super().__init__(units)
         self._extents = ExtentAllocator(np.ones(units, dtype=np.bool_))

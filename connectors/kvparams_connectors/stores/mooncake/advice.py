@@ -58,7 +58,7 @@ class ClusterFacts:
 
 
 def rdma_devices(folder: Path = _DEVICES) -> tuple[str, ...]:
-    """Those that Linux knows here."""
+    """Returns the RDMA devices that Linux knows on this machine."""
     try:
         return tuple(sorted(path.name for path in folder.iterdir()))
     except OSError:

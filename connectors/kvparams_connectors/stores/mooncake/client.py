@@ -47,9 +47,10 @@ _NO_REQUEST: Final = bytes(64)
 
 
 def master_address(settings: MooncakeSettings) -> str:
-    """This machine's own address towards the master, which must not only accept a connection: the library's `setup`
-    waits for its answer with the interpreter's lock held, so with a master that is stopped the whole process would
-    stand still.
+    """Returns this machine's own address towards the master, after checking that the master answers.
+
+    The library's `setup` waits for its answer with the interpreter's lock held, so with a master that is stopped the
+    whole process would stand still.
 
     Raises:
         StoreUnreachable: it does not answer within `connect_ms`.
@@ -74,7 +75,7 @@ def master_address(settings: MooncakeSettings) -> str:
 
 
 class MooncakeClient:
-    """One connection to a Mooncake cluster. Any thread may use it."""
+    """A `MooncakeClient` is a connection to a Mooncake cluster; any thread may use it."""
 
     def __init__(self, settings: MooncakeSettings) -> None:
         """Connect, within bounds.
@@ -99,7 +100,7 @@ class MooncakeClient:
         return answer >= 0 and time.monotonic() - before < PATIENCE_S
 
     def claim(self, keys: Iterable[str]) -> set[str]:
-        """Those of the keys that nobody else has claimed: the library mixes up two threads that put the same key."""
+        """Claims keys and returns those that were free: the library mixes up two threads that put the same key."""
         with self._claiming:
             free = set(keys) - self._claimed
             self._claimed |= free
@@ -125,8 +126,10 @@ class MooncakeClient:
         return self._answers(deadline, lambda native: native.batch_is_exist(list(keys)))
 
     def copies(self, keys: Sequence[str], deadline: float) -> dict[str, "ReplicaDescriptors"]:
-        """Returns where those values lie that are there, whole. Leases them. A failure looks like a miss: ask
-        `exists`."""
+        """Returns the locations of complete values, and leases them.
+
+        A failure looks like a miss: ask `exists`.
+        """
         found = self._call(deadline, lambda native: native.batch_get_replica_desc(list(keys)))
         return (
             cast("dict[str, ReplicaDescriptors]", found)

@@ -30,7 +30,7 @@ __all__ = ["MooncakeReader"]
 
 @dataclass(slots=True)
 class _ReadItem:
-    """One value to read."""
+    """A `_ReadItem` is a value to read."""
 
     index: int
     key: str
@@ -75,9 +75,11 @@ class MooncakeReader:
         return results
 
     def exists(self, keys: Sequence[str], deadline: float) -> Results:
-        """See `KVStore.exists`. One question to the master, without sizes: it answers these with all that it knows of
-        where values lie, which takes longer than the bar for a whole lookup. What is there is leased, the first key
-        last."""
+        """Answers `KVStore.exists` with one question to the master, without sizes.
+
+        The master answers questions for sizes with all that it knows of the values' locations, which takes longer than
+        the bar for a whole lookup. Values that are found are leased, the first key last.
+        """
         answers = self._client.exists([self._prefix + key for key in reversed(keys)], deadline)
         results = {answer: _found(answer) for answer in set(answers)}
         return [results[answer] for answer in reversed(answers)]

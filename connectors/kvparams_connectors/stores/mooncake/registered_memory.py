@@ -24,7 +24,9 @@ class MemoryRegion:
     __slots__ = ("_memory", "_owner", "address", "nbytes")
 
     def __init__(self, memory: memoryview) -> None:
-        """Args:
+        """Creates a `MemoryRegion`.
+
+        Args:
             memory: contiguous, at least 1 byte.
 
         Raises:
@@ -101,7 +103,7 @@ class RegisteredRegions:
 
 
 class RegisteredMemory:
-    """All that was registered: arenas of connectors, and a staging area for values that lie elsewhere."""
+    """A `RegisteredMemory` holds all registered memory: connectors' arenas, and a staging area for other values."""
 
     def __init__(
         self,
@@ -110,7 +112,9 @@ class RegisteredMemory:
         staging_bytes: int,
         threads: int,
     ) -> None:
-        """Args:
+        """Creates a `RegisteredMemory`.
+
+        Args:
             register: `Client.register`.
             unregister: `Client.unregister`.
             staging_bytes: for all threads together.

@@ -1,7 +1,7 @@
-"""What a Mooncake store is told: `mooncake://master:port?name=value`.
+"""Parses the settings of a Mooncake store: `mooncake://master:port?name=value`.
 
-The one rule: everything is checked before the client library is touched, which answers a wrong setting with silence,
-with minutes of waiting or with the end of the process.
+Everything is checked before the client library is touched, which answers a wrong setting with silence, with minutes of
+waiting or with the end of the process.
 """
 
 import re

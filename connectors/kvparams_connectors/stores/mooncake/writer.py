@@ -40,7 +40,7 @@ _PAUSES_S: Final = (0.001, 0.02)
 
 @dataclass(slots=True)
 class _WriteItem:
-    """One value to put."""
+    """A `_WriteItem` is a value to put."""
 
     index: int
     key: str

@@ -40,7 +40,9 @@ class AllowedPeers:
     """Networks, host names and ports."""
 
     def __init__(self, hosts: str, ports: range = range(1, 65536)) -> None:
-        """Args:
+        """Creates an `AllowedPeers`.
+
+        Args:
             hosts: networks, addresses and names, separated by commas: `10.0.0.0/8,fd00::/8,node-5`.
             ports: those that may be asked.
 

@@ -29,7 +29,7 @@ AskPeer = Callable[[PeerAddress, Sequence[int], float], Results]
 
 
 class _GatherBatch:
-    """One batch; the lock of its `BatchGatherer` guards it."""
+    """A `_GatherBatch` is a batch, guarded by the lock of its `BatchGatherer`."""
 
     def __init__(
         self, job: Job[Results], results: Results, left: Mapping[PeerAddress, Sequence[int]], until: float
@@ -47,8 +47,10 @@ class BatchGatherer:
     """The batches that are under way, and the threads that ask."""
 
     def __init__(self, threads: int) -> None:
-        """Args:
-        threads: how many places are asked at a time.
+        """Creates a `BatchGatherer`.
+
+        Args:
+            threads: how many places are asked at a time.
         """
         self._threads: Final = threads
         self._lane: Final = WorkerPool("kvparams-peer", threads=threads)

@@ -17,9 +17,11 @@ class KeyLocations:
     """Keys and places. Any thread may use it; times are in seconds on any one clock."""
 
     def __init__(self, most: int, lifetime_s: float) -> None:
-        """Args:
-        most: so many keys are remembered; the oldest hints go.
-        lifetime_s: how long a hint is believed.
+        """Creates a `KeyLocations`.
+
+        Args:
+            most: so many keys are remembered; the oldest hints go.
+            lifetime_s: how long a hint is believed.
         """
         self._most: Final = most
         self._lifetime_s: Final = lifetime_s

@@ -45,7 +45,7 @@ _PLAIN_S: Final = 60.0
 
 @dataclass(slots=True)
 class _PeerReadItem:
-    """One value to read."""
+    """A `_PeerReadItem` is a value to read."""
 
     index: int
     key: str
@@ -63,10 +63,12 @@ class PeerReader:
     """Any thread may use it."""
 
     def __init__(self, sources: PeerConnections, located: KeyLocations, transfer: GuardedTransferEngine | None) -> None:
-        """Args:
-        sources: connections.
-        located: what a place does not have is not looked for there again, until there is a new hint.
-        transfer: an engine that reads, or None.
+        """Creates a `PeerReader`.
+
+        Args:
+            sources: connections.
+            located: what a place does not have is not looked for there again, until there is a new hint.
+            transfer: an engine that reads, or None.
         """
         self._sources: Final = sources
         self._located: Final = located

@@ -58,11 +58,13 @@ class PeerServer:
     """Lets others read what is in `memory`."""
 
     def __init__(self, memory: MemoryStore, listener: socket.socket, secret: bytes, session: str) -> None:
-        """Args:
-        memory: stays the caller's.
-        listener: bound and listening; from now on ours to close.
-        secret: what readers have to know; empty: nothing.
-        session: how a transfer engine that reads this memory calls this process; empty: there is none.
+        """Creates a `PeerServer`.
+
+        Args:
+            memory: stays the caller's.
+            listener: bound and listening; from now on ours to close.
+            secret: what readers have to know; empty: nothing.
+            session: how a transfer engine that reads this memory calls this process; empty: there is none.
         """
         self._memory = memory
         self._listener = listener

@@ -1,6 +1,6 @@
-"""What a peer store is told: `peer://host:port?name=value`.
+"""Parses the settings of a peer store: `peer://host:port?name=value`.
 
-The one rule: everything is checked before anything is opened.
+Everything is checked before anything is opened.
 """
 
 import re
@@ -92,7 +92,7 @@ class PeerSettings:
 
     @property
     def reachable(self) -> str:
-        """Where others find this process."""
+        """Returns the address at which others find this process."""
         return self.local or self.host
 
     @property
@@ -102,7 +102,7 @@ class PeerSettings:
 
     @property
     def private(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Returns True if only this machine can reach it."""
         return is_loopback(self.host)
 
     @classmethod
@@ -187,7 +187,7 @@ def _ports(text: str | None) -> range:
 
 
 def _misread(host: str) -> bool:
-    """Whether the C library takes it for an address although it is written as none: `0`, `127.1`, `0x7f000001`."""
+    """Returns True if the C library reads an irregular text as an address: `0`, `127.1`, `0x7f000001`."""
     try:
         ip_address(host)
     except ValueError:

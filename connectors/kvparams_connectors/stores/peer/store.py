@@ -198,7 +198,7 @@ class PeerStore(KVStore):
         return found
 
     def register(self, arena: "Arena") -> None:
-        """Nothing: values arrive over a socket, or in a landing area of the store's own (see `transfer_engine.py`)."""
+        """Does nothing: values arrive over a socket, or in the store's own landing area (see `transfer_engine.py`)."""
 
     # ---- what others have
 

@@ -54,7 +54,9 @@ class GuardedTransferEngine:
     """A transfer engine, its landing area, and the threads that wait for it. Any thread may use it."""
 
     def __init__(self, local: str, *, protocol: str, devices: str, buffer_bytes: int, threads: int) -> None:
-        """Args:
+        """Creates a `GuardedTransferEngine`.
+
+        Args:
             local: where others find this process.
             protocol: `tcp` or `rdma`.
             devices: RDMA devices, separated by commas.

@@ -59,7 +59,7 @@ class TieredReader:
         self._alarm = DeadlineTimer("kvparams-tiered", self._ring)
 
     def close(self) -> None:
-        """Nothing runs any more."""
+        """Closes the reader, which must have no running operation."""
         self._alarm.close()
 
     # ---- get: one tier after the other, for they fill the same buffers
@@ -122,7 +122,7 @@ class TieredReader:
             )
 
     def _promoted(self, source: int, number: int, keys: Sequence[str], said: Results) -> None:
-        """What a faster tier said of values that came from a slower one."""
+        """Records a faster tier's results for values that came from a slower one."""
         self._counts.record_promoted(said)
         taken = [key for key, result in zip(keys, said, strict=True) if result.code is ResultCode.OK]
         self._origins.record_copy(number, source, taken)

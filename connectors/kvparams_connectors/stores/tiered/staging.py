@@ -35,7 +35,7 @@ OnTierDone = Callable[[int, Sequence[str], Results], None]
 
 @dataclass(frozen=True, slots=True)
 class StagedValue:
-    """One value in staging memory."""
+    """A `StagedValue` is a value in staging memory."""
 
     op: PutOp
     nbytes: int
@@ -93,7 +93,7 @@ class StagingArea:
         go()
 
     def end_delete(self) -> None:
-        """All tiers have let go of a delete."""
+        """Records that all tiers have ended a delete."""
         with self._changed:
             self._deleting -= 1
             self._epoch += 1

@@ -51,12 +51,12 @@ class TieredCounters:
             self._seen = replace(seen, found=found, missed=seen.missed + missed)
 
     def record_not_staged(self, count: int) -> None:
-        """So many values could not be promoted for want of room."""
+        """Counts values that could not be promoted for want of room."""
         with self._lock:
             self._seen = replace(self._seen, not_promoted=self._seen.not_promoted + count)
 
     def record_promoted(self, said: Results) -> None:
-        """What a faster tier said of values that came from a slower one."""
+        """Counts a faster tier's results for values that came from a slower one."""
         done = sum(result.code is ResultCode.OK for result in said)
         there = sum(result.code is ResultCode.EXISTS for result in said)
         with self._lock:
@@ -66,7 +66,7 @@ class TieredCounters:
             )
 
     def record_written_back(self, said: Results) -> None:
-        """What a slower tier said of values that the first tier has."""
+        """Counts a slower tier's results for values that the first tier has."""
         there = sum(result.code in (ResultCode.OK, ResultCode.EXISTS) for result in said)
         with self._lock:
             seen = self._seen

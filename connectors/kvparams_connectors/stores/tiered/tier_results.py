@@ -1,4 +1,4 @@
-"""One batch that several tiers answer: what is known of each key, and what that amounts to.
+"""Combines the answers of several tiers to one batch.
 
 Invariant: the best truth. A key that some tier has is found; that it is nowhere is said only if every tier said so.
 """
@@ -31,12 +31,14 @@ _TIMEOUT: Final = Result(ResultCode.TIMEOUT)
 
 
 class TierResults:
-    """Of a get or exists. It does not lock; whoever owns it does."""
+    """A `TierResults` combines the results of a get or exists; its owner does the locking."""
 
     def __init__(self, valid: Sequence[bool], tiers: int) -> None:
-        """Args:
-        valid: of each operation, whether it can be asked at all.
-        tiers: how many there are.
+        """Creates a `TierResults`.
+
+        Args:
+            valid: of each operation, whether it can be asked at all.
+            tiers: how many there are.
         """
         self._tiers = tiers
         self._best: list[Result | None] = [None if fine else Result(ResultCode.INVALID) for fine in valid]
@@ -57,7 +59,7 @@ class TierResults:
         ]
 
     def take(self, tier: int, indexes: Sequence[int], results: Results) -> None:
-        """What a tier says of some operations. Of two tiers that have a value the faster one counts."""
+        """Takes a tier's results for some operations; the faster of two tiers that have a value counts."""
         for index, result in zip(indexes, results, strict=True):
             self._said[index] += 1
             best, code = self._best[index], result.code

@@ -1,5 +1,4 @@
-"""Determines which tiers have the bytes that were given last for a key: should they turn out to be damaged, they go
-from there.
+"""Tracks which tiers have the bytes that were returned last for a key, to delete damaged ones there.
 
 Bounded, and only ever about the last get of a key; of a key that is not known any more every tier is suspected.
 """
@@ -19,9 +18,11 @@ class ValueOrigins:
     """It locks for itself: tiers answer in threads of their own."""
 
     def __init__(self, tiers: int, most: int = _MOST) -> None:
-        """Args:
-        tiers: how many there are.
-        most: keys to remember; of more the oldest are let go.
+        """Creates a `ValueOrigins`.
+
+        Args:
+            tiers: how many there are.
+            most: keys to remember; of more the oldest are let go.
         """
         self._every = tuple(range(tiers))
         self._alone = [(number,) for number in self._every]

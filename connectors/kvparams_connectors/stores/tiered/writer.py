@@ -101,7 +101,7 @@ class TieredWriter:
             submit_to_tier(tier.put, asked, job.remaining_s(), lambda said, number=number: settled(number, said))
 
     def _drop_losers(self, keys: Sequence[str], heard: Mapping[int, Results], then: Callable[[], None]) -> None:
-        """What somebody else has written first into the last tier counts, not what we put into faster ones."""
+        """Drops values from faster tiers if another writer was first in the last tier."""
         winners = heard[len(self._tiers) - 1]
         lost = {
             number: [

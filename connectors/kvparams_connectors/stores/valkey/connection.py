@@ -21,8 +21,10 @@ class ValkeyConnection(DeadlineSocket):
     """A connected socket, plain or TLS, used by one thread at a time. Every wait ends at the deadline in force."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Args:
-        sock: connected, and from now on ours to close.
+        """Creates a `ValkeyConnection`.
+
+        Args:
+            sock: connected, and from now on ours to close.
         """
         super().__init__(sock)
         self._owed = 0
@@ -43,7 +45,7 @@ class ValkeyConnection(DeadlineSocket):
         return reply
 
     def replies(self, count: int) -> list[int | bytes | ErrorReply | None]:
-        """So many of the replies that are owed; see `ReplyReader.replies`. Raises TimeoutError as well."""
+        """Receives that many replies; see `ReplyReader.replies`. Raises TimeoutError as well."""
         replies = self._reader.replies(count)
         self._owed -= count
         return replies

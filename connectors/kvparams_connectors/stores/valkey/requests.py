@@ -66,7 +66,7 @@ def result_of_error(error: ErrorReply) -> Result:
 
 
 class ValkeyRequest(Protocol):
-    """One key of a batch."""
+    """A `ValkeyRequest` is a key of a batch."""
 
     key: bytes
     weight: int
@@ -95,7 +95,7 @@ class _NoPreparation:
     """A request that needs no work before it is sent."""
 
     def on_idle(self) -> bool:
-        """Nothing."""
+        """Does nothing."""
         return False
 
 
@@ -103,7 +103,7 @@ class _NoCompletion:
     """A request whose end nobody wants to hear of."""
 
     def on_result(self, result: Result) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def _nbytes(buffers: Sequence[memoryview]) -> int:
@@ -126,9 +126,11 @@ class PutRequest(_NoCompletion):
     replies = 1
 
     def __init__(self, key: bytes, op: PutOp, ttl_ms: int) -> None:
-        """Args:
-        key: as the server knows it.
-        ttl_ms: the value goes by itself after so many milliseconds; 0: it stays.
+        """Creates a `PutRequest`.
+
+        Args:
+            key: as the server knows it.
+            ttl_ms: the value goes by itself after so many milliseconds; 0: it stays.
         """
         self.key = key
         self.nbytes: Final = _nbytes(op.buffers)
@@ -172,8 +174,10 @@ class GetRequest(_NoPreparation):
     replies = 1
 
     def __init__(self, key: bytes, op: GetOp) -> None:
-        """Args:
-        key: as the server knows it.
+        """Creates a `GetRequest`.
+
+        Args:
+            key: as the server knows it.
         """
         self.key = key
         self.weight = _SMALL + _nbytes(op.buffers)
@@ -233,12 +237,16 @@ class SizeRequest(_NoPreparation, _NoCompletion):
 
 
 class BulkSizeRequest:
-    """`SizeRequest` for many keys of one server. If they may stand in one command, a single EXISTS counts them all: as
-    many as have a size means that the others are missing."""
+    """A `BulkSizeRequest` is a `SizeRequest` for many keys of one server.
+
+    If they may stand in one command, a single EXISTS counts them all: if as many have a size, the others are missing.
+    """
 
     def __init__(self, keys: Sequence[bytes], *, one_slot: bool) -> None:
-        """Args:
-        one_slot: whether the server takes all keys in one command; a server of a cluster does not.
+        """Creates a `BulkSizeRequest`.
+
+        Args:
+            one_slot: whether the server takes all keys in one command; a server of a cluster does not.
         """
         words = [b"$%d\r\n%b\r\n" % (len(key), key) for key in keys]
         size, there = b"*2\r\n$6\r\nSTRLEN\r\n", b"*2\r\n$6\r\nEXISTS\r\n"
@@ -252,8 +260,10 @@ class BulkSizeRequest:
         self.replies: Final = len(keys) + 1 if one_slot else 2 * len(keys)
 
     def read(self, connection: ValkeyConnection) -> list[Result | None]:
-        """One result for each key, None where it has to be asked on its own; raises as `ValkeyConnection.reply`
-        does."""
+        """Returns a result for each key, None where it has to be asked on its own.
+
+        It raises as `ValkeyConnection.reply`.
+        """
         replies = connection.replies(self.replies)
         sizes = replies[:-1] if self._one_slot else replies[::2]
         if self._one_slot:

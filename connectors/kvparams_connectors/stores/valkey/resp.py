@@ -82,10 +82,12 @@ class ReplyReader:
     """Replies from a stream of bytes that may be cut anywhere."""
 
     def __init__(self, receive: ReceiveInto, *, step: int | None) -> None:
-        """Args:
-        receive: as `DeadlineSocket.receive`.
-        step: about so much is received before whoever wants to look at it is told. None: he is told whenever it
-            would only be waited for more.
+        """Creates a `ReplyReader`.
+
+        Args:
+            receive: as `DeadlineSocket.receive`.
+            step: about so much is received before whoever wants to look at it is told. None: he is told whenever it
+                would only be waited for more.
         """
         self._receive = receive
         self._about = step
@@ -112,7 +114,7 @@ class ReplyReader:
         return line
 
     def replies(self, count: int) -> list[int | bytes | ErrorReply | None]:
-        """So many replies of one line, which cost less together; raises as `reply` does."""
+        """Reads that many one-line replies together, which costs less; raises as `reply` does."""
         found: list[int | bytes | ErrorReply | None] = []
         while len(found) < count:
             at = self._memory.rfind(b"\r\n", self._start, self._end)

@@ -48,8 +48,7 @@ def hash_slot(key: bytes) -> int:
 
 
 def parse_redirect(text: str, asked: ValkeyNode) -> ClusterRedirect | None:
-    """Returns what an error reply says about where to go: `MOVED 3999 127.0.0.1:6381`; None if it is nothing of the
-    kind.
+    """Returns the target of a redirect such as `MOVED 3999 127.0.0.1:6381`, or None for any other error reply.
 
     Args:
         asked: who said it; an empty host means the same one.
@@ -74,8 +73,10 @@ class ClusterTopology:
     """The map of slots, or the one server that is asked, and those that may take its place."""
 
     def __init__(self, seed: ValkeyNode) -> None:
-        """Args:
-        seed: has everything until `replace` or `follow` says otherwise.
+        """Creates a `ClusterTopology`.
+
+        Args:
+            seed: has everything until `replace` or `follow` says otherwise.
         """
         self._named: Final = seed
         self._seed = seed
@@ -88,7 +89,7 @@ class ClusterTopology:
         return self._nodes is not None
 
     def node(self, key: bytes) -> ValkeyNode:
-        """Who has `key`."""
+        """Returns the server that has `key`."""
         return self._seed if self._nodes is None else self._nodes[hash_slot(key)]
 
     def known(self) -> list[ValkeyNode]:
