@@ -16,7 +16,7 @@ PACKAGES: Final = {
 DOCUMENTED_SHARE: Final = 0.95
 """The least share of public classes and functions that have a docstring."""
 
-FULL_SENTENCES: Final = ("kvparams", "kvparams_proxy")
+FULL_SENTENCES: Final = ("kvparams", "kvparams_connectors", "kvparams_proxy")
 """The packages whose first lines are all full sentences. The other packages are rewritten step by step."""
 
 BANNED_OPENINGS: Final = frozenset({

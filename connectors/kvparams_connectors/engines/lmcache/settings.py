@@ -29,7 +29,7 @@ _Milliseconds = Annotated[int, Field(ge=1, le=_MAX_MS), Allowed(f"a whole number
 
 
 class PluginSettings(EngineSettings):
-    """What was configured; every field is a setting of that name."""
+    """Holds what was configured; every field is a setting of that name."""
 
     deadline_ms: _Milliseconds = 5000
     """Of a put or get."""

@@ -44,7 +44,7 @@ _Tenant = Annotated[str, AfterValidator(_check_size), Allowed(f"text of 1 to {_M
 
 
 class SGLangSettings(EngineSettings):
-    """What was configured; every field is a setting of that name."""
+    """Holds what was configured; every field is a setting of that name."""
 
     model: Text | None = None
     """The model's name in the keys; None: as SGLang was told, of a folder its last part."""

@@ -34,7 +34,7 @@ _Sizes = Annotated[
 
 
 class VLLMSettings(EngineSettings):
-    """What was configured; every field is a setting of that name.
+    """Holds what was configured; every field is a setting of that name.
 
     Of `peer://host:port` in `store` each data-parallel rank of a machine has a port of its own: `port` plus its rank on
     the machine.

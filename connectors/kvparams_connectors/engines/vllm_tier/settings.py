@@ -21,7 +21,7 @@ _VLLMS: Final = frozenset({"type", "module_path", "backpressure"})
 
 
 class TierSettings(EngineSettings):
-    """What was configured; every field is a setting of that name."""
+    """Holds what was configured; every field is a setting of that name."""
 
     model: Text | None = None
     """The model's name in the keys; None: as vLLM was told, of a folder its last part."""
