@@ -305,10 +305,7 @@ def _named(table: DialectTable, params: KVTransferParams, engine: str | None, na
 
 
 def _implied(row: NativeKey, leg: LegCode, engine: str | None, value: object, request_id: str) -> bool:
-    """Returns True if a transfer id is derived from the request id and its key is optional.
-
-    The document then has it anyway, and only `extensions` can tell whether the key was there.
-    """
+    """Returns True if a transfer id is derived from the request id, in a key that is optional."""
     return row.member == "transfer.id" and not is_required(row, leg, engine) and value == derived_transfer(request_id)
 
 
@@ -325,10 +322,7 @@ def _keep(rest: JSONObject) -> None:
 
 
 def _fold(rest: JSONObject, home: MessagePath) -> JSONObject:
-    """Returns the rest of a message as a member of `extensions`.
-
-    Keys at home stand under their names, the others at their paths.
-    """
+    """Returns the rest of a message as a member of `extensions`: keys at home by name, others by path."""
     body = cast("JSONObject", rest["body"])
     native = get_at(body, home)
     folded: JSONObject = {}

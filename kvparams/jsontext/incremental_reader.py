@@ -1,7 +1,7 @@
 """Incremental JSON reader: checks a document in steps of bounded work and hands over its parts.
 
 A C parser holds the interpreter's lock for a whole document, so a long one would hold up an event loop from any thread.
-This reader opens long containers itself and gives the parsers what is short, some 32 KiB at a time. The caller may do
+This reader opens long containers itself and gives the parsers what is short, 32 KiB at a time. The caller may do
 other work between two steps. Nothing of the document is kept but what a `Receiver` keeps.
 
 Invariant: every byte is in a text that a parser has accepted, or is one that this module expects where it stands.
@@ -238,11 +238,8 @@ class IncrementalReader:
         return JSONTextError(f"nested deeper than {self._limits.max_depth} levels")
 
     def _short(self, at: int, most: int, depth: int) -> tuple[list[object], int]:
-        """Returns consecutive short values from `at` on, and the end of the last one.
-
-        The list is empty if the first value is long, or has to be read by parts to report its fault. `depth` is the
-        number of open containers.
-        """
+        """Returns consecutive short values from `at` on, inside `depth` containers, and the end of the last one. The
+        list is empty if the first value is long, or has to be read by parts to report its fault."""
         raw, window = self._raw, self._window
         values, end = window.values(at, most) if at >= window.at and at + self._reach // 2 < window.end else ([], at)
         if not values:

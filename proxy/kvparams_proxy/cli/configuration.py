@@ -16,7 +16,7 @@ from typing import NamedTuple, cast
 from pydantic import ValidationError
 
 from kvparams.dialects.registry import load_tables_and_errors
-from kvparams.instances import Role
+from kvparams.instances import Instance, Role
 from kvparams.jsontext.document import JSONLimits
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.managers.mode_selector import ManagerMode
@@ -75,14 +75,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     rules = replace(
         rules, credentials=load_credentials(rules.credential_sources, "--engine-key-file, --engine-ca", problems)
     )
-    provider: FleetFileProvider | None = None
-    if arguments.config is not None:
-        path = Path(arguments.config)
-        try:
-            provider = FleetFileProvider(path, rules)
-        except ConfigError as error:
-            for problem in error.problems:
-                problems.add(f"--config {path}", problem)
+    provider = _file_provider(arguments.config, rules, problems)
     options = ProxyOptions()
     if static.documents:
         options = ProxyOptions(host=production_stack_flags.DEFAULT_HOST, port=production_stack_flags.DEFAULT_PORT)
@@ -99,17 +92,66 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         problems.add("", "no engine is given; name at least one --prefill URL and one --decode URL, or --config FILE")
     policy, notes = _policy(options, tokenizers)
     problems.raise_if_any()
+    settings = _make_settings(
+        options,
+        instances=tuple(entry.make_instance() for entry in given),
+        rules=rules,
+        provider=provider,
+        admin_token=admin,
+        signing=signing,
+        policy=policy,
+        modes_are_fixed=flags.mode is not None,
+        tokenizers=tokenizers,
+    )
+    server = _server_settings(options, tls, notes)
+    secrets = dict.fromkeys((options.admin_token_file, rules.credential_sources.key_file))
+    notes += [
+        f"{path} can be read by others: chmod 600 {path}" for path in secrets if path and is_accessible_by_others(path)
+    ]
+    notes += [f"left out: {error}" for error in load_tables_and_errors()[1]]
+    return Configuration(settings, options.host, options.port, server, entries, (*static.notes, *notes))
+
+
+def _file_provider(path: str | None, rules: SpecRules, problems: ConfigProblems) -> FleetFileProvider | None:
+    """Returns the provider of the fleet file; None without one, or where it is wrong."""
+    if path is None:
+        return None
     try:
-        settings = Settings(
-            instances=tuple(entry.make_instance() for entry in given),
+        return FleetFileProvider(Path(path), rules)
+    except ConfigError as error:
+        for problem in error.problems:
+            problems.add(f"--config {path}", problem)
+        return None
+
+
+def _make_settings(
+    options: ProxyOptions,
+    *,
+    instances: tuple[Instance, ...],
+    rules: SpecRules,
+    provider: FleetFileProvider | None,
+    admin_token: Secret | None,
+    signing: SigningSettings | None,
+    policy: str,
+    modes_are_fixed: bool,
+    tokenizers: TokenizersByModel,
+) -> Settings:
+    """Makes the settings of the proxy from its options and what has been loaded for them.
+
+    Raises:
+        ConfigError: two settings contradict each other.
+    """
+    try:
+        return Settings(
+            instances=instances,
             spec_rules=rules,
             providers=() if provider is None else (provider,),
-            admin_token=admin,
+            admin_token=admin_token,
             client_keys=options.client_keys,
             signing=signing,
             policy=policy,
             modes=_modes(options, provider),
-            modes_are_fixed=flags.mode is not None,
+            modes_are_fixed=modes_are_fixed,
             tokenizers=tokenizers,
             prefill_timeout_s=options.prefill_timeout,
             decode_timeout_s=options.decode_timeout,
@@ -133,10 +175,14 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         )
     except ValueError as error:
         raise ConfigError((str(error),)) from error
+
+
+def _server_settings(options: ProxyOptions, tls: ssl.SSLContext | None, notes: list[str]) -> ServerSettings:
+    """Makes the settings of the HTTP server, and notes where too few files may be open."""
     files = descriptor_limit()
     if (wanted := descriptors_for(options.max_connections or 1)) > files:
         notes.append(f"--max-connections needs {wanted} open files, and {files} are allowed: see ulimit -n")
-    server = ServerSettings(
+    return ServerSettings(
         connections=ConnectionLimits(
             options.max_connections or connections_for(files),
             options.max_connections_per_address,
@@ -147,12 +193,6 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         tls=tls,
         direct=not options.plain_asgi,
     )
-    secrets = dict.fromkeys((options.admin_token_file, rules.credential_sources.key_file))
-    notes += [
-        f"{path} can be read by others: chmod 600 {path}" for path in secrets if path and is_accessible_by_others(path)
-    ]
-    notes += [f"left out: {error}" for error in load_tables_and_errors()[1]]
-    return Configuration(settings, options.host, options.port, server, entries, (*static.notes, *notes))
 
 
 def _modes(options: ProxyOptions, provider: FleetFileProvider | None) -> tuple[ManagerMode, ...]:
