@@ -132,11 +132,7 @@ class IncrementalReader:
             yield
 
     def finish(self) -> int:
-        """Do all of the work at once, and return the position behind the container.
-
-        Raises:
-            JSONTextError: as above.
-        """
+        """Does all of the work at once, raising as `steps` does, and returns the position behind the container."""
         self._containers = 0
         values, end = self._short(self.at - 1, 1, 0)
         if values:
@@ -238,8 +234,10 @@ class IncrementalReader:
         return JSONTextError(f"nested deeper than {self._limits.max_depth} levels")
 
     def _short(self, at: int, most: int, depth: int) -> tuple[list[object], int]:
-        """Returns consecutive short values from `at` on, inside `depth` containers, and the end of the last one. The
-        list is empty if the first value is long, or has to be read by parts to report its fault."""
+        """Returns consecutive short values from `at` on, and the end of the last one.
+
+        The list is empty if the first value is long or faulty. `depth` is the number of open containers.
+        """
         raw, window = self._raw, self._window
         values, end = window.values(at, most) if at >= window.at and at + self._reach // 2 < window.end else ([], at)
         if not values:
