@@ -111,8 +111,8 @@ class RequestFacts(NamedTuple):
     prompt_tokens: int = 0
     """About how many tokens the prompt has: what limits in tokens count."""
     prompt_scored: bool = False
-    """Whoever answers has to compute all tokens of the prompt itself: the answer says something of each of them, or the
-    engine takes no KV from others for it (a beam search)."""
+    """The engine that answers has to compute all tokens of the prompt itself: the answer says something of each of
+    them, or the engine takes no KV from others for it (a beam search)."""
     session: str = ""
     """What the client calls the conversation that this is a turn of; empty where it does not say."""
     cached_tokens: Mapping[Instance, int] = _NOTHING_CACHED

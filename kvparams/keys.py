@@ -125,7 +125,7 @@ class Namespace:
     lora: str | None = None
     """The adapter in use; None for the bare model."""
     cache_salt: str | None = None
-    """Whoever has another salt shares nothing; None and "" are different salts."""
+    """Requests of different salts share nothing; None and "" are different salts."""
 
     def __post_init__(self) -> None:
         for name, text in (("model", self.model), ("revision", self.revision)):

@@ -1,4 +1,4 @@
-"""Defines what a store has to say about itself to whoever runs `kvparams doctor`.
+"""Defines the advice that a store gives to `kvparams doctor`.
 
 A store that knows of settings that will hurt has a method `advice() -> list[Advice]`; most have none. Each piece of
 advice says what was found and what to do about it, and never anything secret.

@@ -1,7 +1,7 @@
 """Work that was submitted, and the threads that do it.
 
 A `Job` can be polled (`done`), waited for (`result`) and awaited: synchronous engines and asyncio use one thing.
-Invariant: a deadline abandons the wait, never the buffers. When the deadline passes, whoever waits gets the job's
+Invariant: a deadline abandons the wait, never the buffers. When the deadline passes, the waiting caller gets the job's
 time-out result; the work itself may still be running, and only `settled` says that it touches nothing any more.
 """
 
@@ -238,7 +238,7 @@ class Job(Generic[T]):
 
 
 def finished_job(value: T, deadline_s: float = 0.0) -> Job[T]:
-    """Returns a job that has ended with `value`; its deadline is so many seconds from now."""
+    """Returns a job that has ended with `value`; its deadline is `deadline_s` from now."""
     job = Job(time.monotonic() + deadline_s, value)
     job.finish(value)
     return job

@@ -1,6 +1,6 @@
 """Log lines that strangers can cause, written seldom.
 
-Whoever is outside decides how often something happens, never how much is logged.
+Clients decide how often something happens, never how much is logged.
 """
 
 import threading

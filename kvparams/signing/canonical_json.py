@@ -1,6 +1,6 @@
 """The canonical form: one sequence of bytes for everything that is the same JSON, so that it can be signed.
 
-Whoever holds the parsed dictionary can make it: names sorted, no white space, integers as decimal digits, one escaping
+Any holder of the parsed dictionary can make it: names sorted, no white space, integers as decimal digits, one escaping
 of text, UTF-8. There are no floats in a document's, because no two languages write them alike, and among native keys
 they stand by their bits; token ids stand there by their digest, whatever form the prefix has. A value that cannot be
 written in exactly one way is refused, never rounded.

@@ -1,6 +1,6 @@
 """TLS contexts: the proxy as a server to its clients, and as a client to each engine.
 
-Whoever is spoken to is verified, always: there is no setting that turns it off. Faulty files are found at the start,
+The other side is always verified: there is no setting that turns it off. Faulty files are found at the start,
 and the error names the file and the reason.
 """
 

@@ -1,7 +1,7 @@
 """Checks whether a store would be made by opening it, before the tools open it.
 
-Whoever only looks makes nothing. A `file` store that is opened without `size` and is not there would be made, with a
-gigabyte of its own; behind a mistyped path it would stay.
+A command that only looks creates nothing. A `file` store that is opened without `size` and is not there would be made,
+with a gigabyte of its own; behind a mistyped path it would stay.
 """
 
 from pathlib import Path

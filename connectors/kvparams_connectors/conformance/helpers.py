@@ -48,7 +48,7 @@ class Floors:
 
 
 class ConformanceLevel:
-    """Describes what every level asks for; whoever runs the suite says how the store is opened."""
+    """The base of every level. The user of the suite says how the store is opened."""
 
     at_least: ClassVar[Floors] = Floors()
     """What a store says of its own speed; a subclass may declare it."""

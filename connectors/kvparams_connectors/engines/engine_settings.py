@@ -38,7 +38,7 @@ class EngineSettings(SettingsModel):
     store: _URL = Field("", validate_default=True, repr=False)
     """The URL of a store that other processes reach."""
     revision: Text | None = None
-    """What tells these weights from others of the same name; None: from the files."""
+    """Identifies these weights among others of the same name; None: from the files."""
     seal_keys: FilePath | None = None
     """A key file of authenticated pages."""
 

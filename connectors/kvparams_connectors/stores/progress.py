@@ -4,7 +4,7 @@ __all__ = ["progress_step_bytes"]
 
 
 def progress_step_bytes(nbytes: int, about: int) -> int:
-    """Returns how much of a value of `nbytes` comes before whoever wants to look at it is told (`GetOp.on_progress`).
+    """Returns how much of a value of `nbytes` comes before the caller is told (`GetOp.on_progress`).
 
     About so much, in equal parts: what is copied goes through a core's own cache twice, as source and as copy, and the
     kernel's buffers with it, so that of a mebibyte little is left in a cache of two.

@@ -8,6 +8,7 @@ Sources: RFC 9110 and RFC 9112; httptools 0.6.4 to 0.9.0, parser/parser.pyx (llh
 import asyncio
 import logging
 import re
+from abc import ABC, abstractmethod
 from typing import Any, Final
 
 import httptools
@@ -34,7 +35,7 @@ _FOREVER: Final = float("inf")
 _log: Final = logging.getLogger(__name__)
 
 
-class RequestParser:
+class RequestParser(ABC):
     """The parsing half of a connection. The subclass answers requests and ends the connection."""
 
     __slots__ = (
@@ -99,21 +100,21 @@ class RequestParser:
 
     # what the subclass does
 
+    @abstractmethod
     def _open(self, head: RequestHead) -> None:
         """Begins to serve a request."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _keep(self, data: bytes, at: int) -> None:
         """Keeps `data[at:]`, which stands behind the end of a request, until that is answered."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _fail(self, error: ProxyError) -> None:
         """Ends a request whose head or framing is wrong, and the connection with it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _not_served(self) -> None:
         """Ends the connection once it has answered what it is answering."""
-        raise NotImplementedError
 
     # pieces
 

@@ -59,7 +59,7 @@ class LMCacheChunkLayout:
         return self.chunk_tokens * self.token_bytes
 
     def tokens(self, payload_bytes: int) -> int | None:
-        """Returns how many tokens a chunk of so many bytes has; None if no chunk has that size."""
+        """Returns the tokens of a chunk of `payload_bytes`; None if no chunk has that size."""
         tokens, rest = divmod(payload_bytes, self.token_bytes)
         return tokens if not rest and 1 <= tokens <= self.chunk_tokens else None
 

@@ -49,7 +49,7 @@ class SGLangSettings(EngineSettings):
     model: Text | None = None
     """The model's name in the keys; None: as SGLang was told, of a folder its last part."""
     tenant: _Tenant | None = None
-    """Whoever has another one shares nothing. A request's `cache_salt` is another thing: SGLang's hashes have it."""
+    """Tenants share nothing with each other. A request's `cache_salt` is in SGLang's own hashes."""
     deadline_s: _Seconds = 5.0
     """For each call that reads or writes pages."""
     lookup_s: _Seconds = 1.0

@@ -59,7 +59,7 @@ class PeerSettings:
     ports: range = range(1, 65536)
     """At which ports of theirs."""
     secret: bytes = field(default=b"", repr=False)
-    """Whoever reads here has to know it, and whoever is read from. Not with `mooncake`, whose transfer engine asks
+    """Readers have to know it, and the peers that are read from. Not with `mooncake`, whose transfer engine asks
     nobody for it: seal the pages instead."""
     connect_ms: int = 1000
     """How long a connection may take, with everything until it can be used; and how long a peer may leave a request
