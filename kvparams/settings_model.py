@@ -1,4 +1,4 @@
-"""Settings that people write, as pydantic models: in a file, as flags, in an engine's configuration, in a URL.
+"""Settings that people write, as pydantic models: in a file, as flags, in an engine's configuration.
 
 A `SettingsModel` refuses every name that it does not know and says which name was probably meant. `Allowed` says in
 words what a value may be. `describe_setting_error` turns what pydantic finds into one sentence.
@@ -107,7 +107,8 @@ class SettingsModel(BaseModel):
             raise _in_words(f"must have at most {_MAX_MEMBERS} members")
         if None in members.values():
             if cls.null_is_absent:
-                members = {name: value for name, value in members.items() if value is not None}
+                known = set(cls.setting_names())  # a name that is not known is an error, whatever stands behind it
+                members = {name: value for name, value in members.items() if value is not None or name not in known}
             else:
                 members = {name: _NULL if value is None else value for name, value in members.items()}
         try:

@@ -1,7 +1,7 @@
 """The tests of the level concurrency: several threads, deadlines, and closing."""
 
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
 from kvparams_connectors.conformance.helpers import (
@@ -51,11 +51,9 @@ class ConcurrencyLevel(ConformanceLevel):
                     elif result.code is not ResultCode.MISS:
                         wrong.append(f"{key}: {result}")
 
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(4) as pool:
+            for done in [pool.submit(work, seed) for seed in range(4)]:
+                done.result(timeout=60 * 3 * DEADLINE_S)  # a thread that raises fails the test
         assert wrong == []
         assert hits  # the control: something was compared at all
 

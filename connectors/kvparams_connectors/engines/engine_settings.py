@@ -1,7 +1,7 @@
 """Settings that stand in an engine's own configuration, as JSON or YAML that the engine has parsed.
 
 Names that the engine itself reads there are left out; every other name must be known. A null is a setting that is left
-out. Everything wrong is said at once.
+out. Everything wrong with single settings is said at once.
 """
 
 from collections.abc import Collection, Mapping

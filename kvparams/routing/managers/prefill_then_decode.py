@@ -77,7 +77,6 @@ class PrefillThenDecode:
             if kv is not None:
                 if (yield from self._decode(state, speech, prefill, kv, members)):
                     return
-                state.prefill = None
                 state.begin_next()
         yield from self._alone.legs(request, context, state.sent)
 
@@ -123,6 +122,7 @@ class PrefillThenDecode:
         asked = documents.native_from_text(speech.prefill_keys(transfer))
         params = documents.leg_changes(asked, request, transfer, attempt, "prefill", speech.mode, prefill, None, told)
         changes = {**context.one_token_changes(), **params}
+        state.prefill = None  # its leg gives it back
         try:
             answer = as_result((yield Leg(prefill, changes, answers_client=False, resume_from=state.sent)))
         except GeneratorExit:  # the client has left
@@ -134,7 +134,6 @@ class PrefillThenDecode:
             if not failure.retryable or not context.may_retry():
                 raise
             state.failed.append(prefill.id)
-            state.prefill = None
             if state.decode is not None and context.should_fail_over(state.decode, state.failed):
                 state.release_decode()
             state.begin_next()

@@ -30,7 +30,7 @@ _REMEMBERED: Final = 64
 
 
 class EngineAddresses:
-    """Hosts of the engines, and patterns that look like addresses. A `kvparams_proxy.fleet.fleet.FleetListener`."""
+    """Hosts of the engines, and patterns that look like addresses. A `fleet_members.FleetListener`."""
 
     __slots__ = ("_gone", "_pattern", "_urls", "has_random_looking_host")
 

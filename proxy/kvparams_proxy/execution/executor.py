@@ -99,7 +99,7 @@ class Execution:
         self._resources = resources
         self._manager = manager
         self.facts = facts
-        """For the queue: see `kvparams_proxy.fleet.fleet.Waiter`."""
+        """For the queue: see `kvparams_proxy.fleet.leg_queue.LegWaiter`."""
         self._downstream = downstream
         self._done = done
         self._deadline: RequestDeadline | None = None
@@ -156,7 +156,7 @@ class Execution:
         """See `LegRunner.client_ready`."""
         self._legs.client_ready()
 
-    # the queue, as `fleet.Waiter`
+    # the queue, as `LegWaiter`
 
     def granted(self, instance: Instance) -> None:
         """Continues the plan with the granted instance.

@@ -69,15 +69,20 @@ class LegEnd(NamedTuple):
             return code if type(code) is int else 500
         return 0
 
+    @property
+    def kv_untouched(self) -> bool:
+        """True if the engine cannot have fetched the KV that the leg named, which is still with its producer.
+
+        It was not sent the leg, or refused it before anything was scheduled.
+        """
+        return 400 <= self.head.status < 500 if self.error is None else not self.error.sent
+
 
 class LegOutcome(NamedTuple):
     """The meaning of a leg's end for the plan and for the fleet."""
 
     failure: EngineLegFailed | None = None
     """What the plan is told; `retryable` says whether another instance may do better. None where the leg went well."""
-    kv_untouched: bool = False
-    """Whether the engine cannot have fetched the KV that the leg named: it was not sent the leg, or refused it before
-    anything was scheduled. Then the KV is still with its producer."""
     blames_instance: bool = False
     """Whether the failure counts against the instance's breaker."""
     is_busy: bool = False
@@ -108,7 +113,6 @@ def classify_leg_outcome(
     failure.instance = end.instance
     return LegOutcome(
         failure,
-        kv_untouched=not error.sent if error is not None else 400 <= head.status < 500,
         blames_instance=failure.retryable and not _is_excused(end),
         is_busy=failure.error.status in (429, 503),
         evidence=f"a leg was answered {head.status}" if error is None else error.reason,

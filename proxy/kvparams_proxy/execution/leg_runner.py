@@ -228,8 +228,7 @@ class LegRunner:
         """Handles the end of a leg and its complete answer, if there is one."""
         if self._context.life.state == "done":  # it was overdue between the end of its leg and this turn
             return
-        reports = self._resources.prefix_cache is not None
-        if reports and error is None and head.status == 200 and self._running is not None:
+        if error is None and head.status == 200 and self._running is not None:
             self._settlement.report_response(self._running.leg, answer)
         self._settle(self._end_leg(), head, answer, error, None)
 

@@ -1,6 +1,6 @@
 """Settles ended legs: their response goes to the client or the plan, their failure to the fleet and the plan.
 
-`LegRunner` says when a leg has ended; everything that is recorded of it is recorded here.
+`LegRunner` says when a leg has ended; what the fleet, the prefix cache model and the plan hear of it is said here.
 """
 
 from typing import Final
@@ -118,7 +118,7 @@ class LegSettlement:
                 return None
             else:
                 pieces = self._corrections.correct_response(answer)
-                self.begin_answer(leg)
+                self.begin_answer(None)  # the leg has ended: `record_success` below says all of it
                 self._response.send_document(pieces)
                 result = _ANSWERED
         except UpstreamError as refused:
@@ -176,16 +176,16 @@ class LegSettlement:
         beside: RunningLeg | None,
     ) -> LegResult | LegFailed | None:
         context, resources, recorder = self._context, self._resources, self._recorder
-        begun = context.life.answering
-        sent = recorder.progress() if recorder is not None and begun and not gone else None
         pool = resources.pools.get(leg.instance.id)
         own_key = not context.client_authorization or pool is None or pool.has_own_key
         end = LegEnd(leg.instance, head, raw, error, own_key, pool is not None and pool.shared)
-        outcome = classify_leg_outcome(end, resources.engine_addresses, context.inbound.body, begun=begun, sent=sent)
-        if leg.answers_client and outcome.kv_untouched:
+        if leg.answers_client and end.kv_untouched:
             context.kv_claimed = False
         if gone:
             return None
+        begun = context.life.answering
+        sent = recorder.progress() if recorder is not None and begun else None
+        outcome = classify_leg_outcome(end, resources.engine_addresses, context.inbound.body, begun=begun, sent=sent)
         if leg.answers_client and context.kv_claimed:  # nobody else may fetch it, whether the client stays or not
             context.abandon_kv(gone=False)
         resources.metrics.leg_failed(leg.instance, failure_kind(head, error))

@@ -83,7 +83,7 @@ _VALUE: Final = JSONDecoder()
 _OPAQUE: Final = re.compile(r"[A-Za-z0-9_-]{0,160}")
 _VERSION: Final = re.compile(r"[A-Za-z0-9._+-]{1,160}")
 _LONGEST: Final = 4096
-"""Characters of an engine's message that a client may get, and of a member of its own that is searched."""
+"""Characters of an engine's own member that are searched."""
 _SEARCHED: Final = 8 * _LONGEST
 """Bytes of an answer's own members that are searched in all; what goes beyond is kept back."""
 _FEW: Final = 4

@@ -30,15 +30,15 @@ class RunningLeg:
     """A leg from when it is sent until the load of its instance is given back."""
 
     __slots__ = (
+        "_batcher",
         "_began_s",
         "_context",
+        "_on_answer",
         "_on_fault",
         "_parse",
         "_resources",
-        "batcher",
         "exchange",
         "leg",
-        "on_answer",
         "relay",
     )
 
@@ -62,8 +62,8 @@ class RunningLeg:
             batcher: has short answers acted on together; at once without one.
         """
         self.leg = leg
-        self.on_answer = on_answer
-        self.batcher = batcher
+        self._on_answer = on_answer
+        self._batcher = batcher
         self._resources = resources
         self._context = context
         self._on_fault = on_fault
@@ -86,17 +86,17 @@ class RunningLeg:
         """
         if error is None and head.status == 200 and len(raw) > LONG_RESPONSE_BYTES:
             self.read(raw, head)
-        elif error is None and self.batcher is not None:
-            self.batcher.schedule(partial(self.on_answer, head, EngineResponse(raw), None))
+        elif error is None and self._batcher is not None:
+            self._batcher.schedule(partial(self._on_answer, head, EngineResponse(raw), None))
         else:
-            self.on_answer(head, EngineResponse(raw), error)
+            self._on_answer(head, EngineResponse(raw), error)
 
     def read(self, raw: bytes, head: ResponseHead) -> None:
         """Reads a long answer in steps, unless the leg is given up meanwhile.
 
         `on_answer` hears of it, at once if there is time.
         """
-        done = self.on_answer
+        done = self._on_answer
 
         def finish(answer: EngineResponse) -> None:
             done(head, answer, None)
@@ -124,9 +124,8 @@ class RunningLeg:
 
     def end(self) -> None:
         """Ends the leg and releases the load of its instance."""
-        if self._parse is not None:
-            self._cancel_parse()
-        del self.on_answer  # it knows of this leg
+        self._cancel_parse()
+        del self._on_answer  # it knows of this leg
         self.exchange = self.relay = None
         self._context.release_instance(self.leg.instance)
         self._resources.metrics.leg_ended(self.leg.instance, perf_counter() - self._began_s)

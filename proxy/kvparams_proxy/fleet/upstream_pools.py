@@ -10,7 +10,7 @@ __all__ = ["UpstreamPools"]
 
 
 class UpstreamPools:
-    """The upstreams of one fleet's instances, by id. A `kvparams_proxy.fleet.fleet.FleetListener`."""
+    """The upstreams of one fleet's instances, by id. A `kvparams_proxy.fleet.fleet_members.FleetListener`."""
 
     def __init__(self, make: Callable[[Instance], Upstream]) -> None:
         """`make` opens a pool; it knows how each engine wants to be spoken to."""

@@ -31,14 +31,11 @@ class AppPlugins(NamedTuple):
     handoff_verifier: HandoffVerifier
     keys: APIKeyAuthenticator | None
     signing: ReloadingSigner | None
+    signer: Signer | None
+    """That of `signing`."""
     modes: ActiveModes
     make_span_exporter: Callable[[], "RequestSpanExporter | None"]
     make_prefix_cache: "Callable[[Callable[[], float]], PrefixCacheModel | None]"
-
-    @property
-    def signer(self) -> Signer | None:
-        """The signer of documents, where they are signed."""
-        return None if self.signing is None else self.signing.signer
 
 
 def load_app_plugins(settings: Settings) -> AppPlugins:
@@ -49,13 +46,15 @@ def load_app_plugins(settings: Settings) -> AppPlugins:
     """
     policy = cast("type[SchedulingPolicy]", plugins.load_plugin("policies", settings.policy))
     signing = None if settings.signing is None else ReloadingSigner(settings.signing)
+    signer = None if signing is None else signing.signer
     return AppPlugins(
         policy=policy,
         dialects=known_dialects(),
         handoff_verifier=HandoffVerifier(load_tables_and_errors()[0]),
         keys=None if settings.client_keys is None else APIKeyAuthenticator(settings.client_keys),
         signing=signing,
-        modes=ActiveModes(settings.modes, None if signing is None else signing.signer),
+        signer=signer,
+        modes=ActiveModes(settings.modes, signer),
         make_span_exporter=_span_exporter_factory(settings.trace),
         make_prefix_cache=_prefix_cache_factory(policy),
     )

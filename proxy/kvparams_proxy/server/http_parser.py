@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 from abc import ABC, abstractmethod
+from math import inf
 from typing import Any, Final
 
 import httptools
@@ -31,7 +32,6 @@ _HOST: Final = re.compile(rb"(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._~!$&'()*+,;=%-]*)
 """uri-host [":" port], RFC 9110 section 7.2; empty is allowed."""
 _HEEDED: Final = frozenset((b"host", b"expect", b"transfer-encoding", b"content-length"))
 """Headers that say how the request is to be read."""
-_FOREVER: Final = float("inf")
 _log: Final = logging.getLogger(__name__)
 
 
@@ -265,7 +265,7 @@ class RequestParser(ABC):
             return
         self._input_ignored = not receiving.keep_alive
         if not receiving.complete:  # otherwise it was refused before its body had come
-            self.limit_s = _FOREVER
+            self.limit_s = inf
             receiving.end_body()
 
     # heads

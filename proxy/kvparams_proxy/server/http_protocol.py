@@ -8,6 +8,7 @@ import asyncio
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final, cast
 
 import httptools
@@ -33,7 +34,6 @@ _LINGER_S: Final = 2.0
 """For a client that still sends to read its refusal: to close at once would reset the connection and discard it."""
 _LEFT: Final = (7, 8)
 """TCP_CLOSE and TCP_CLOSE_WAIT: the client has reset the connection or closed its side (Linux, net/tcp_states.h)."""
-_FOREVER: Final = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
         current = self._current
         if current is not None:
             if self._receiving is not current:
-                self.limit_s = _FOREVER
+                self.limit_s = inf
             current.client_ready()
         elif not self._input_ignored:
             self._wait()

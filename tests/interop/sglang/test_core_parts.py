@@ -135,6 +135,7 @@ def test_settings_stand_among_sglangs_own() -> None:
         ({"store": 5}, "store: must be the store's URL"),
         ({"store": ""}, "store: must be the store's URL"),
         ({"store": "memory:", "stor": 5}, "stor: is not known here; did you mean store"),
+        ({"store": "memory:", "stor": None}, "stor: is not known here; did you mean store"),
         ({"store": "memory:", "deadline_s": 0}, "must be a number above 0"),
         ({"store": "memory:", "lookup_s": True}, "must be a number above 0"),
         ({"store": "memory:", "lookup_s": float("nan")}, "must be a number above 0"),

@@ -62,6 +62,10 @@ def test_settings_have_defaults() -> None:
         ({"store": "x", "tensor_parallel_sizes": []}, "a list of sizes"),
         ({"store": "x", "model": ""}, "model: must be text"),
         ({"store": "x", "promise_s": 6}, "promise_s is longer than deadline_s"),
+        (
+            {"store": "x", "promise_s": 6, "audience": "x"},
+            "longer than deadline_s; verify_with and audience go together",
+        ),
     ],
 )
 def test_settings_are_refused_in_words(extra: dict[str, object] | None, words: str) -> None:

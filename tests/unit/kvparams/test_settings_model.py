@@ -63,6 +63,7 @@ def test_a_model_may_take_a_null_for_a_member_that_is_left_out() -> None:
 
     assert Lenient.model_validate({"port": None}) == Lenient()
     assert not Lenient.model_validate({"port": None}).model_fields_set
+    assert problems({"prot": None}, Lenient) == ["prot: is not known here; did you mean port? known: port, ports"]
 
 
 def test_very_many_members_are_refused_before_one_is_looked_at() -> None:

@@ -47,4 +47,4 @@ class PluginSettings(EngineSettings):
         mine = {name[len(start) :]: value for name, value in (extra_config or {}).items() if name.startswith(start)}
         # With a dot in it, it belongs to another one: `kvparams.second`.
         found = {name: value for name, value in mine.items() if "." not in name}
-        return cls.read(found, "LMCache plugin", _LMCACHES)
+        return cls.read(found, f"LMCache's {start.removesuffix('.')}", _LMCACHES)

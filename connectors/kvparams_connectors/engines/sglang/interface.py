@@ -1,6 +1,6 @@
 """Defines what is used of SGLang 0.5.23, with the file that each part stands in. Paths are below `sglang/srt`.
 
-Nothing of SGLang is used that does not stand here or in `backend.py` and `tally.py`;
+Nothing of SGLang is used that does not stand here or in `backend.py`, `transfer_stats.py` and `model_identity.py`;
 `tests/interop/sglang/test_sglang_contract.py` holds it against the SGLang that is installed.
 """
 
@@ -78,7 +78,7 @@ class HiCacheStorageConfig(Protocol):
 
     @property
     def tp_lcm_size(self) -> int | None:
-        """Returns the least common multiple of sizes of tensor parallelism that share pages."""
+        """Returns the least common multiple of tensor parallel sizes that share pages; None if none is configured."""
         ...
 
     @property
@@ -145,7 +145,7 @@ class HostKVCache(Protocol):
 
     @property
     def shared_allocation_domain(self) -> object:
-        """Returns with whom the memory is shared."""
+        """Returns the memory that this pool shares with others, or None."""
         ...
 
     @property

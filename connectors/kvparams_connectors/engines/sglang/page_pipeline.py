@@ -34,7 +34,7 @@ _FEW_PIECES: Final = 8
 
 _Placed = tuple[HiCacheStoredPage, PageBuffers]
 """A page, and where it lies."""
-_Begin = Callable[[Sequence[_Placed], Sequence[Slot], float], Job[Results] | None]
+_Begin = Callable[[Sequence[_Placed], Sequence[Slot], float], Job[Results]]
 
 
 class HiCachePagePipeline:
@@ -113,12 +113,10 @@ class HiCachePagePipeline:
         moved = 0
         answers = True
 
-        def begin(cargo: Sequence[_Placed], slots: Sequence[Slot], left_s: float) -> Job[Results] | None:
-            if not answers:
-                return None
+        def begin(cargo: Sequence[_Placed], slots: Sequence[Slot], left_s: float) -> Job[Results]:
             return self._store.put(seal(cargo, slots), left_s)
 
-        with closing(self._portions(names, places, arena, began, begin)) as portions:
+        with closing(self._portions(names, places, arena, began, begin, lambda: answers)) as portions:
             for portion in portions:
                 results = portion.job.result()
                 if in_place:
@@ -210,8 +208,16 @@ class HiCachePagePipeline:
         return len(portion.items)
 
     def _portions(
-        self, names: Sequence[str], places: Sequence[PageBuffers], arena: Arena, began: float, begin: _Begin
+        self,
+        names: Sequence[str],
+        places: Sequence[PageBuffers],
+        arena: Arena,
+        began: float,
+        begin: _Begin,
+        goes_on: Callable[[], bool] = lambda: True,
     ) -> Generator[PagePortion[_Placed, Results]]:
+        """Yields portions; none is begun, and no slot waited for, once `goes_on` says no."""
+
         def remaining_s() -> float:
             return max(0.0, began + self._deadline_s - time.monotonic())
 
@@ -221,5 +227,5 @@ class HiCachePagePipeline:
             lambda cargo, slots: begin(cargo, slots, remaining_s()),
             portion_items=self._portion,
             ahead=_AHEAD,
-            remaining_s=remaining_s,
+            remaining_s=lambda: remaining_s() if goes_on() else 0.0,
         )

@@ -86,10 +86,13 @@ class VLLMSettings(EngineSettings):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        wrong: list[str] = []
         if self.promise_s > self.deadline_s:
-            raise ValueError("promise_s is longer than deadline_s")
+            wrong.append("promise_s is longer than deadline_s")
         if (self.verify_with is None) != (self.audience is None):
-            raise ValueError("verify_with and audience go together: whose signature, and for which pool")
+            wrong.append("verify_with and audience go together: whose signature, and for which pool")
+        if wrong:
+            raise ValueError("; ".join(wrong))
         return self
 
     def of_rank(self, rank: int) -> "VLLMSettings":

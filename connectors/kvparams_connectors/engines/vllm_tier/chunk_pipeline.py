@@ -275,7 +275,7 @@ class OffloadChunkPipeline:
                 for chunk, slot, result in zip(portion.items, portion.slots, portion.job.result(), strict=True):
                     end(count, chunk, slot, result)
                 job.set_partial_result(count.moved())
-        if left and not job.done():
+        if left and not job.done() and not self._closed:  # what a closing tier did not begin had room
             count.failures[NO_ROOM] += left
         return count.moved()
 

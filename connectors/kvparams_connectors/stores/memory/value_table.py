@@ -104,7 +104,7 @@ class ValueTable(ScanResistantTable[StoredValue]):
                     value.leased_until = until
 
     def drop(self, key: str, value: StoredValue) -> None:
-        """Takes a value out of the table; its room is free once no copy uses it."""
+        """Takes a value out of the table; its room is free once no copy uses it. `remove` alone would free nothing."""
         self.remove(key)
         value.removed = True
         if not value.pins:

@@ -38,7 +38,7 @@ class KVEventStats(NamedTuple):
 
 
 class KVEventConsumer:
-    """Consumes the KV events of a fleet's engines, in the event loop. A `kvparams_proxy.fleet.fleet.FleetListener`."""
+    """Consumes the KV events of a fleet's engines, in the event loop. A `fleet_members.FleetListener`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, prefixes: PrefixCacheModel) -> None:
         self._loop = loop

@@ -19,7 +19,7 @@ _NAMED: Final = 5
 class UnusedEventsLogger:
     """Logs declared publishers that are not used; those of one turn of the event loop share a line.
 
-    A `kvparams_proxy.fleet.fleet.FleetListener`.
+    A `kvparams_proxy.fleet.fleet_members.FleetListener`.
     """
 
     def __init__(self, soon: Callable[[Callable[[], None]], object], why: str) -> None:

@@ -87,7 +87,7 @@ def test_each_end_of_a_leg_has_one_meaning(name: str) -> None:
         failure.error.status,
         failure.retryable,
         outcome.blames_instance,
-        outcome.kv_untouched,
+        end.kv_untouched,
         failure.may_have_acted,
         outcome.is_busy,
     )
@@ -96,20 +96,22 @@ def test_each_end_of_a_leg_has_one_meaning(name: str) -> None:
 
 
 def test_a_leg_that_went_well_is_no_failure() -> None:
-    outcome = classify_leg_outcome(LegEnd(DECODE, ResponseHead(200), b"{}", None), ADDRESSES, b"{}")
+    end = LegEnd(DECODE, ResponseHead(200), b"{}", None)
+    outcome = classify_leg_outcome(end, ADDRESSES, b"{}")
     assert outcome.failure is None
     assert not outcome.blames_instance
-    assert not outcome.kv_untouched
+    assert not end.kv_untouched
 
 
 def test_a_second_connection_that_is_not_made_leaves_the_kv_in_doubt() -> None:
     """The first one may have carried the request."""
     error = UpstreamError("refused", connected=False)
     error.sent = True
-    outcome = classify_leg_outcome(LegEnd(DECODE, ResponseHead(), b"", error), ADDRESSES, b"{}")
+    end = LegEnd(DECODE, ResponseHead(), b"", error)
+    outcome = classify_leg_outcome(end, ADDRESSES, b"{}")
     assert outcome.failure is not None
     assert outcome.failure.may_have_acted
-    assert not outcome.kv_untouched
+    assert not end.kv_untouched
 
 
 def test_how_far_the_client_has_come_is_told_to_the_plan() -> None:
