@@ -150,19 +150,17 @@ def error_at(path: SettingPath, words: str) -> InitErrorDetails:
 
 def describe_setting_error(found: ErrorDetails) -> str:
     """Returns one sentence that says what is wrong, to be put behind the setting's path."""
-    context = found.get("ctx", {})
-    match found["type"]:
-        case "missing":
-            return "is missing"
-        case "setting":
-            return cast("str", context["words"])
-        case "unknown_setting":
-            known = cast("list[str]", context["known"])
-            return f"is not known here; {did_you_mean(str(found['loc'][-1]), known)}known: {', '.join(known)}"
-        case "value_error":
-            return str(context["error"])
-        case _:
-            return found["msg"].replace("Input should be", "must be")
+    kind, context = found["type"], found.get("ctx", {})
+    if kind == _WORDS:
+        return cast("str", context["words"])
+    if kind == _UNKNOWN:
+        known = cast("list[str]", context["known"])
+        return f"is not known here; {did_you_mean(str(found['loc'][-1]), known)}known: {', '.join(known)}"
+    if kind == "missing":
+        return "is missing"
+    if kind == "value_error":
+        return str(context["error"])
+    return found["msg"].replace("Input should be", "must be")
 
 
 def must_be_one_of(value: object, known: Iterable[str]) -> str:

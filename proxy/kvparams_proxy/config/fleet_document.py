@@ -42,6 +42,7 @@ def _check_instances(value: object, info: ValidationInfo) -> tuple[InstanceSpec,
     if len(items) > MAX_INSTANCES:
         raise ValueError(f"{len(items)} of them; at most {MAX_INSTANCES} are accepted")
     rules = _rules_with(info.data, rules_of(info))
+    roles_are_known = {"roles", "defaults"} <= info.data.keys()  # one that is wrong is not there
     specs: list[InstanceSpec] = []
     errors: list[InitErrorDetails] = []
     seen: dict[object, int] = {}
@@ -54,7 +55,10 @@ def _check_instances(value: object, info: ValidationInfo) -> tuple[InstanceSpec,
         try:
             spec = InstanceEntry.model_validate(item, context=rules).to_spec(rules)
         except ValidationError as error:
-            errors += placed_errors(error, number)
+            found = placed_errors(error, number)
+            # Labels find no role where `roles` or `defaults` is wrong; that is said already.
+            guessed = not roles_are_known and isinstance(item, dict) and "role" not in item
+            errors += [one for one in found if not (guessed and one.get("loc") == (number, "role"))]
             continue
         specs.append(spec)
         if (first := seen.setdefault((spec.role, spec.url), number)) != number:

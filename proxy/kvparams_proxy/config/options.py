@@ -6,7 +6,6 @@ the file, the file over the default. `--help` and docs/configuration.md are made
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, cast, get_args
 
 from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, ValidationInfo
@@ -17,7 +16,7 @@ from kvparams.routing.managers import factory
 from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams.settings_model import Allowed, SettingsModel, must_be_one_of
 from kvparams_proxy.config.mode_parsing import parse_mode_flag
-from kvparams_proxy.config.spec_fields import FilePath, Switch, rules_of
+from kvparams_proxy.config.spec_fields import FilePath, Switch, check_path, check_printable, rules_of
 from kvparams_proxy.config.spec_parsing import DefaultsSection
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizerChoices, parse_tokenizer_choices
 
@@ -34,18 +33,14 @@ class Flag(NamedTuple):
     """The names to choose from, where that is what it is."""
 
 
-def _check_text(text: str) -> str:
-    if not text.isprintable():
-        raise ValueError("it has characters that cannot be shown")
-    return text
-
-
 def _check_log(value: object, info: ValidationInfo) -> str:
     if value in ("-", "off"):
         return cast("str", value)
-    usable = isinstance(value, str) and 0 < len(value) <= 4096 and "\0" not in value
-    path = rules_of(info).folder / cast("str", value) if usable else Path()
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        path = check_path(value, info)
+    except ValueError:
+        path = None
+    if path is None or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError("must be -, off or the path of a file that can be written")
     return str(path)
 
@@ -74,7 +69,7 @@ _Port = Annotated[int, Field(ge=0, le=65535), Allowed("a port from 0 to 65535"),
 _Name = Annotated[
     str,
     Field(min_length=1, max_length=1024),
-    AfterValidator(_check_text),
+    AfterValidator(check_printable),
     Allowed("text of 1 to 1024 characters"),
     Flag("NAME"),
 ]

@@ -37,6 +37,8 @@ __all__ = [
     "check_connector",
     "check_id",
     "check_label",
+    "check_path",
+    "check_printable",
     "check_url",
     "rules_of",
 ]
@@ -110,7 +112,12 @@ def _check_stream(value: object, info: ValidationInfo) -> str:
     raise ValueError("must be tcp://host:port, where the engine's publisher is reached from here")
 
 
-def _check_path(value: object, info: ValidationInfo) -> Path:
+def check_path(value: object, info: ValidationInfo) -> Path:
+    """Returns the path of a file, in the folder of the rules. The file is not looked at.
+
+    Raises:
+        ValueError: it is no path.
+    """
     if not isinstance(value, str) or not 0 < len(value) <= 4096 or "\0" in value:
         raise ValueError("must be the path of a file")
     return rules_of(info).folder / value
@@ -121,7 +128,12 @@ def _check_address(text: str) -> str:
     return text
 
 
-def _check_printable(text: str) -> str:
+def check_printable(text: str) -> str:
+    """Returns the text.
+
+    Raises:
+        ValueError: it has characters that cannot be shown.
+    """
     if not text.isprintable():
         raise ValueError("it has characters that cannot be shown")
     return text
@@ -159,7 +171,7 @@ LabelName = Annotated[
     Allowed("a label: letters, digits and ._/-, the first a letter or digit"),
 ]
 _TEXT: Final = "text of 1 to 253 characters"
-ShortText = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(_check_printable), Allowed(_TEXT)]
+ShortText = Annotated[str, Field(min_length=1, max_length=253), AfterValidator(check_printable), Allowed(_TEXT)]
 _LabelText = Annotated[ShortText, Allowed(f"{_TEXT}; put quotes around it")]
 Labels = Annotated[
     dict[LabelName, _LabelText], _at_most(_MAX_LABELS), Allowed(f"an object of at most {_MAX_LABELS} labels")
@@ -188,7 +200,7 @@ Addresses = Annotated[
 ]
 EventStream = Annotated[str, PlainValidator(_check_stream)]
 Switch = Annotated[bool, Allowed("true or false")]
-FilePath = Annotated[Path, PlainValidator(_check_path)]
+FilePath = Annotated[Path, PlainValidator(check_path)]
 VariableName = Annotated[
     str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"), Allowed("the name of an environment variable")
 ]

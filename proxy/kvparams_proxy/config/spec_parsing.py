@@ -55,7 +55,7 @@ class CredentialMembers(SettingsModel):
     ] = None
     tls: Annotated[
         EngineTLS | None,
-        Field(description="trust and certificates for an `https` engine; see [security](security.md)"),
+        Field(description="for an `https` engine, any of these members; see [security](security.md)"),
     ] = None
 
     @field_validator("key_env")
@@ -157,7 +157,10 @@ class RemoteInstanceEntry(SettingsModel):
         Field(description="replica of the engine; an engine with a group is paired only within it"),
     ] = None
     compatibility: Annotated[
-        ShortText | None, Field(description="build or KV layout; only equal values are paired")
+        ShortText | None,
+        Field(
+            description="build or KV layout: engines with equal ones understand each other's KV; only they are paired"
+        ),
     ] = None
     drain: Annotated[Switch, Field(description="no new requests for this engine")] = False
 

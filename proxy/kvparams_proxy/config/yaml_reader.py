@@ -14,14 +14,18 @@ from typing import Final, NamedTuple, cast
 import yaml
 from yaml.reader import ReaderError
 
+from kvparams.errors import printable
+from kvparams.settings_model import SettingPath
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 
-__all__ = ["MAX_YAML_BYTES", "DocumentPath", "YAMLDocument", "read_yaml"]
+__all__ = ["MAX_YAML_BYTES", "YAMLDocument", "read_yaml"]
 
 MAX_YAML_BYTES: Final = 1 << 20
 """Of one file. A thousand instances need a quarter of it."""
 _MAX_VALUES: Final = 50_000
 """Keys included."""
+_MAX_SHOWN: Final = 200
+"""Characters of what PyYAML says, which may repeat the text."""
 _MAX_DEPTH: Final = 16
 """Objects and lists inside each other."""
 
@@ -30,15 +34,12 @@ _DECIMAL: Final = re.compile(r"-?(0|[1-9][0-9]{0,17})\.[0-9]{1,18}")
 _TAG: Final = "tag:yaml.org,2002:"
 _SHARED: Final = "what instances share goes to `defaults`"
 
-DocumentPath = tuple[str | int, ...]
-"""Names of members and places in lists, from the outermost object inwards."""
-
 
 class YAMLDocument(NamedTuple):
     """The parsed content of a YAML text."""
 
     value: object
-    lines: Mapping[DocumentPath, int]
+    lines: Mapping[SettingPath, int]
     """The line of each member (its name) and of each entry of a list."""
 
 
@@ -53,8 +54,8 @@ def read_yaml(text: str) -> YAMLDocument:
         value = loader.read_document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        line = 1 if mark is None else mark.line + 1
-        raise _refusal(line, f"not valid YAML: {error.problem or error.context or 'it cannot be read'}") from None
+        said = printable((error.problem or error.context or "it cannot be read")[:_MAX_SHOWN])
+        raise _refusal(1 if mark is None else mark.line + 1, f"not valid YAML: {said}") from None
     except ReaderError as error:
         line = text.count("\n", 0, cast("int", error.position)) + 1
         raise _refusal(line, "not valid YAML: it holds a character that YAML does not allow") from None
@@ -71,12 +72,20 @@ class _PlainLoader(yaml.SafeLoader):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.lines: dict[DocumentPath, int] = {}
+        self.lines: dict[SettingPath, int] = {}
         self.repeated_keys = ConfigProblems()
         self._values = 0
 
     def read_document(self) -> object:
         """Returns the value of the only document; None where there is none."""
+        try:
+            return self._read_document()
+        except ConfigError:
+            raise
+        except (ValueError, OverflowError):  # PyYAML's own: of a number in a directive, of an escaped character
+            raise _refusal(self.line + 1, "not valid YAML: a number or an escape is too large") from None
+
+    def _read_document(self) -> object:
         self._next_event()  # the stream begins
         value = None
         if not self.check_event(yaml.StreamEndEvent):
@@ -94,7 +103,7 @@ class _PlainLoader(yaml.SafeLoader):
             raise _refusal(self.line + 1, f"nested deeper than {_MAX_DEPTH} levels")
         super().fetch_flow_collection_start(TokenClass)  # pyright: ignore[reportUnknownMemberType]
 
-    def _read_value(self, path: DocumentPath) -> object:
+    def _read_value(self, path: SettingPath) -> object:
         event = self._next_node()
         if isinstance(event, yaml.ScalarEvent):
             return self._scalar(event)
@@ -110,7 +119,7 @@ class _PlainLoader(yaml.SafeLoader):
         self._next_event()
         return entries
 
-    def _read_object(self, path: DocumentPath) -> dict[str, object]:
+    def _read_object(self, path: SettingPath) -> dict[str, object]:
         members: dict[str, object] = {}
         while not self.check_event(yaml.MappingEndEvent):
             key = self._next_node()

@@ -299,7 +299,7 @@ def test_a_process_ends_although_its_server_has_gone(server: MPServer) -> None:
         assert child.stdout.readline() == b"open\n"
         server.kill()
         out, _ = child.communicate(b"\n", timeout=30)
-    assert out.split() == [b"Code.TIMEOUT"] * 3
+    assert out.split() == [b"ResultCode.TIMEOUT"] * 3
     assert child.returncode == 0
 
 
