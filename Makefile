@@ -144,11 +144,11 @@ lint: $(READY)
 	$(BIN)/basedpyright
 
 # Types are checked while tests wait.
-check: $(READY)
+check: $(READY) servers
 	$(MAKE) -j 2 lint unit
 
-# What opens no socket and starts no process, and what holds the project to its own documents.
-unit: $(READY)
+# What starts no server, and what holds the project to its own documents.
+unit: $(READY) servers
 	$(BIN)/pytest tests/unit tests/contract -m "not slow" --cache-clear $(TWO) || $(BIN)/pytest tests/unit tests/contract -m "not slow" $(ALONE)
 
 # Everything that takes seconds at most.
