@@ -35,7 +35,7 @@ help:
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
 	@echo "make check        lint, types, unit and contract tests (2 min)"
 	@echo "make test         the above and what runs servers, seconds each (10 min)"
-	@echo "make test-long    more examples, long simulations, faults, measurements (by hand; CI runs the other three)"
+	@echo "make test-long    more examples, long simulations, faults, measurements (27 min)"
 	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
 	@echo "make bench-proxy  CPU per request of the proxy, against its floor"
 	@echo "make bench-protocol  CPU of the protocol on the request path, beside msgspec"
