@@ -24,17 +24,17 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
 	@echo "make install-lmcache  LMCache into .venv-lmcache; make test does it"
-	@echo "make test-vllm    our connector in real vLLM engines without a GPU (12 min; 3.8 GB into .venv-vllm)"
-	@echo "make test-vllm-long  variants of that: hybrid models, adapters, pictures, ranks, storms (15 min)"
+	@echo "make test-vllm    our connector in real vLLM engines without a GPU (21 min; 3.8 GB into .venv-vllm)"
+	@echo "make test-vllm-long  variants of that: hybrid models, adapters, pictures, ranks, storms"
 	@echo "                  VLLM=0.28.0: in that one, in .venv-vllm-0.28.0"
-	@echo "make test-sglang  our stores under SGLang's own HiCache code without a GPU (3 min; 2.5 GB into .venv-sglang)"
+	@echo "make test-sglang  our stores under SGLang's own HiCache code without a GPU (1 min; 2.5 GB into .venv-sglang)"
 	@echo "make servers      the real stores that the tests start; needs apt-get and root where they are missing"
 	@echo "make demo         conversations over two prefill and two decode engines, with proof (20 to 60 s)"
 	@echo "                  STORE=file|valkey|mooncake|lmcache|peer|tiered, or the URL of a store that runs"
 	@echo "                  ENGINE=vllm: real vLLM engines without a GPU; STORE=nixl there: vLLM's own connector"
 	@echo "make serve        the same engines, store and proxy, kept up for you to try"
-	@echo "make check        lint, types, unit and contract tests (2 min)"
-	@echo "make test         the above and what runs servers, seconds each (10 min)"
+	@echo "make check        lint, types, unit and contract tests (3 to 4 min)"
+	@echo "make test         the above and what runs servers, seconds each (11 min)"
 	@echo "make test-long    more examples, long simulations, faults, measurements (27 min)"
 	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
 	@echo "make bench-proxy  CPU per request of the proxy, against its floor"
@@ -81,7 +81,7 @@ test-vllm: $(READY) install-vllm install-lmcache servers .cache/sources/.ready
 	$(VLLM_TESTS) -m "not extended" --cache-clear -n 2 --dist loadfile || $(VLLM_TESTS) -m "not extended" $(ALONE)
 	$(BIN)/pytest tests/contract/test_dialect_sources.py
 
-# Hybrid models, adapters, pictures, ranks, storms, other weights: variants of the above, 15 minutes more.
+# Hybrid models, adapters, pictures, ranks, storms, other weights: variants of the above.
 test-vllm-long: $(READY) install-vllm install-lmcache servers
 	$(VLLM_TESTS) -m extended --cache-clear -n 2 --dist loadfile || $(VLLM_TESTS) -m extended $(ALONE)
 
