@@ -105,6 +105,22 @@ class BlockTree:
         """Returns the hashes of the nodes with these numbers; 0 stands for no node."""
         return self._hashes[first:end].copy()
 
+    def chain_to(self, hash: int, blocks: int) -> BlockHashes:
+        """Returns the hashes of at most so many nodes, each in front of the next, up to the node of this block."""
+        pieces: list[BlockHashes] = []
+        number, left = self._table.get(hash), blocks
+        while number and left > 0:
+            first = max(1, number + 1 - left)
+            # Chains that were stored at once have numbers that follow one another.
+            breaks = (self._parents[first + 1 : number + 1] != np.arange(first, number)).nonzero()[0]
+            if len(breaks):
+                first += int(breaks[-1]) + 1
+            pieces.append(self._hashes[first : number + 1])
+            left -= number + 1 - first
+            number = int(self._parents_at[first])
+        pieces.reverse()
+        return np.concatenate(pieces) if pieces else np.empty(0, np.uint64)
+
     def rows(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
         """Yields the rows of nodes in a range of numbers: start, end, and the node in front.
 

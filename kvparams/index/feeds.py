@@ -10,7 +10,7 @@ some recomputation. The same happens when an engine's blocks differ from those o
 index block: one eviction is taken for both.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -214,8 +214,13 @@ class RoutingFeed:
         ledger = self._ledgers.get(worker)
         return self._capacity if ledger is None else ledger.capacity
 
-    def record_routed(self, worker: Hashable, hashes: BlockHashes, now: float = 0.0) -> RoutedRequest:
-        """A request with these blocks is sent there."""
+    def held_indexes(self) -> Iterator[tuple[Hashable, PrefixIndex]]:
+        """Yields each worker, and an index of what it is believed to have."""
+        for worker, ledger in list(self._ledgers.items()):
+            yield worker, ledger.held
+
+    def record_routed(self, worker: Hashable, hashes: BlockHashes, now: float = 0.0, parent: int = 0) -> RoutedRequest:
+        """A request with these blocks is sent there. `parent`: the hash of the block in front of them, or 0."""
         ledger = self._ledgers.get(worker)
         if ledger is None:
             ledger = self._ledgers[worker] = _WorkerCapacity(self._capacity, self._most)
@@ -223,8 +228,8 @@ class RoutingFeed:
         used = held.last_used(hashes)
         missing = (used == 0).nonzero()[0]
         routed = RoutedRequest(worker, used[: missing[0]] if len(missing) else used)
-        gone = [held.stored(worker, hashes, now=now), held.forget(len(held) - ledger.capacity)]
-        self._index.stored(worker, hashes, now=now)
+        gone = [held.stored(worker, hashes, parent, now=now), held.forget(len(held) - ledger.capacity)]
+        self._index.stored(worker, hashes, parent, now=now)
         self._drop(worker, gone)
         return routed
 

@@ -227,6 +227,13 @@ class PrefixIndex:
         self._tend()
         return self.tree.evict(most, self.tree.epoch if epoch is None else epoch)
 
+    def chain_to(self, hash: int, blocks: int) -> BlockHashes:
+        """Returns the hashes of at most so many blocks that follow one another, the last of which is this one.
+
+        There are fewer where blocks in front are not known.
+        """
+        return self.tree.chain_to(hash, blocks)
+
     def last_used(self, hashes: BlockHashes) -> NodeNumbers:
         """In which epoch each block was used last; later ones have higher numbers, 0 is never."""
         return self.tree.last_used(hashes)

@@ -56,6 +56,8 @@ class Dispatcher(Candidates):
         """Whether anybody ever waits here."""
         self.panic_legs = 0
         """Counts the legs that were given to suspected instances because no other could be given any."""
+        self.load_changed: Callable[[Member], None] | None = None
+        """Told of members that were chosen, where other proxies should know."""
         self._careful = False
         """Whether a slow start, a breaker that is not closed, or what is cached has a say now."""
         self._policy = policy
@@ -117,8 +119,7 @@ class Dispatcher(Candidates):
         chosen = self._policy.choose(candidates, facts, turn)
         if self.has_limits and not self._fits(chosen, facts.prompt_tokens):
             return self._acquire_with_care(facts, avoid, waiter, beside)
-        chosen.in_flight += 1
-        chosen.tokens += facts.prompt_tokens
+        self._count(chosen, facts)
         return chosen.instance
 
     def explain(self, facts: RequestFacts) -> "RouteExplanation | None":
@@ -144,6 +145,11 @@ class Dispatcher(Candidates):
             self._room.record_leg_end()
             if self._room:
                 self._serve()
+
+    def room_made(self) -> None:
+        """Handles legs of other proxies that have ended: waiting legs may have room now."""
+        if self.has_limits and self._room:
+            self._serve()
 
     def begin_slow_start(self, member: Member) -> None:
         """Begins the slow start of a member that is about to become ready."""
@@ -210,8 +216,7 @@ class Dispatcher(Candidates):
             chosen = self._policy.choose(roomy, facts, turn)
         else:
             chosen = self._prefixes.choose(self._policy, roomy, facts, turn)
-        chosen.in_flight += 1
-        chosen.tokens += facts.prompt_tokens
+        self._count(chosen, facts)
         if chosen.breaker.state is not BreakerState.CLOSED:
             if chosen.breaker.allows_requests:
                 chosen.breaker.begin_trial()
@@ -220,6 +225,12 @@ class Dispatcher(Candidates):
             else:
                 self.panic_legs += 1
         return chosen
+
+    def _count(self, chosen: Member, facts: RequestFacts) -> None:
+        chosen.in_flight += 1
+        chosen.tokens += facts.prompt_tokens
+        if self.load_changed is not None:
+            self.load_changed(chosen)
 
     def _fits(self, member: Member, tokens: int) -> bool:
         if self._requests is not None and member.in_flight >= self._requests:

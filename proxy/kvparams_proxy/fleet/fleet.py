@@ -89,17 +89,19 @@ class Fleet(FleetMembers):
         member = self._members.get(instance.id)
         if member is None or member.instance is not instance:
             member = self._earlier.release(instance)
-        elif not member.in_flight:
+        elif not member.own_in_flight:
             raise ValueError(f"{instance.id} is released more often than it was acquired")
         member.in_flight -= 1
         member.tokens -= facts.prompt_tokens
+        if self.sharing is not None:
+            self.sharing.load_changed(member)
         dispatcher = self._roles[instance.role]
         if dispatcher.needs_notice:
             self._breakers.released(member, facts)
             dispatcher.released(member, facts)
         if member.has_left:
             self._say_left(member)
-        elif member.draining and not member.in_flight:
+        elif member.draining and not member.own_in_flight:
             self._states.log_member(member, "its last leg has ended")
 
     # what its legs find out
@@ -161,6 +163,8 @@ class Fleet(FleetMembers):
             return
         if connected and beside is not None and not self._blame.is_to_blame(member, beside, why):
             return
+        if self.sharing is not None:
+            self.sharing.engine_failed(member, connected=connected, why=why)
         opened = self._breakers.failed(member)
         if opened:
             member.busy = busy
@@ -170,6 +174,33 @@ class Fleet(FleetMembers):
         elif opened:
             wait_s = member.breaker.half_open_at - self._now()
             self._states.log_member(member, f"its legs fail ({why}); others get its work for {wait_s:.1f} s")
+            self._changed(member)
+
+    # what other proxies tell
+
+    def set_elsewhere(self, member: Member, in_flight: int, tokens: int) -> None:
+        """Sets the load that all other proxies together have on a member. Waiting legs that fit are granted at once."""
+        more = in_flight - member.elsewhere
+        member.in_flight += more
+        member.tokens += tokens - member.elsewhere_tokens
+        member.elsewhere, member.elsewhere_tokens = in_flight, tokens
+        if more < 0:
+            self._roles[member.instance.role].room_made()
+
+    def record_failure_elsewhere(self, member: Member, why: str) -> None:
+        """Records that a leg of another proxy failed there."""
+        if self._breakers.failed(member):
+            wait_s = member.breaker.half_open_at - self._now()
+            self._states.log_member(
+                member, f"legs of another proxy fail ({why}); others get its work for {wait_s:.1f} s"
+            )
+            self._changed(member)
+
+    def record_restart_elsewhere(self, member: Member) -> None:
+        """Records that another proxy saw this engine restart."""
+        if member.was_ever_ready and not member.has_left:
+            self._restarted(member)
+            self._states.log_member(member, "another proxy saw it restart")
             self._changed(member)
 
     # what there is

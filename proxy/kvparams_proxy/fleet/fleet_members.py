@@ -23,7 +23,7 @@ from kvparams_proxy.fleet.state_log import EngineStateLog
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
 
-__all__ = ["FleetListener", "FleetMembers"]
+__all__ = ["FleetListener", "FleetMembers", "FleetSharing"]
 
 
 class FleetListener(Protocol):
@@ -35,6 +35,22 @@ class FleetListener(Protocol):
 
     def left(self, member: Member) -> None:
         """Hears that a member has left and its last leg has ended: its resources may be closed."""
+        ...
+
+
+class FleetSharing(Protocol):
+    """Hears what other proxies in front of the same engines should know."""
+
+    def load_changed(self, member: Member) -> None:
+        """Hears that this proxy has more or fewer legs there."""
+        ...
+
+    def engine_failed(self, member: Member, *, connected: bool, why: str) -> None:
+        """Hears that a leg failed and its engine is to blame."""
+        ...
+
+    def engine_restarted(self, member: Member) -> None:
+        """Hears that a probe found another incarnation."""
         ...
 
 
@@ -81,6 +97,8 @@ class FleetMembers:
         self._earlier = RetiredInstances()
         self._leaving: set[Member] = set()
         """Removed, and listeners do not know yet."""
+        self.sharing: FleetSharing | None = None
+        """Tells other proxies what becomes of this fleet, where there are any."""
         self._listeners: list[FleetListener] = []
         self._add_first(instances)
         self._roles = {
@@ -167,6 +185,12 @@ class FleetMembers:
             return member
         return self._earlier.member(instance)
 
+    def share_with(self, sharing: FleetSharing) -> None:
+        """Tells `sharing` from now on what other proxies should know."""
+        self.sharing = sharing
+        for dispatcher in self._roles.values():
+            dispatcher.load_changed = sharing.load_changed
+
     def add_listener(self, listener: FleetListener) -> None:
         """Adds a listener, which hears of every change from now on."""
         self._listeners.append(listener)
@@ -214,9 +238,9 @@ class FleetMembers:
             self._breakers.probed_well(member)
         if came:
             if member.was_ever_ready:
-                self._set_aside(member)
-                member.instance = replace(member.instance, incarnation=token_hex(8))
-                self._breakers.restarted(member)
+                self._restarted(member)
+                if self.sharing is not None:
+                    self.sharing.engine_restarted(member)
                 why = f"{why}, as another incarnation" if why else why
             if version != member.instance.version:
                 member.instance = replace(member.instance, version=version)
@@ -256,15 +280,21 @@ class FleetMembers:
         self._leaving.add(member)
         self._breakers.forget(member)
         self._set_aside(member)
-        if member.in_flight:
+        if member.own_in_flight:
             self._states.log_member(member, why)
 
     def _say_left(self, member: Member, why: str = "its last leg has ended") -> None:
-        if member in self._leaving and not member.in_flight:
+        if member in self._leaving and not member.own_in_flight:
             self._leaving.discard(member)
             self._states.log_member(member, why)
             for listener in self._listeners:
                 listener.left(member)
+
+    def _restarted(self, member: Member) -> None:
+        """Makes a member another incarnation."""
+        self._set_aside(member)
+        member.instance = replace(member.instance, incarnation=token_hex(8))
+        self._breakers.restarted(member)
 
     def _set_aside(self, member: Member) -> None:
         """Moves the running legs of `member.instance` to the retired instances."""

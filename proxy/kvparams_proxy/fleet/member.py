@@ -37,6 +37,8 @@ class Member:
         "breaker",
         "busy",
         "draining",
+        "elsewhere",
+        "elsewhere_tokens",
         "has_left",
         "in_flight",
         "instance",
@@ -60,9 +62,13 @@ class Member:
         self.bootstrap_info: BootstrapInfo | None = None
         """What its bootstrap server said last, where its dialect has one."""
         self.in_flight = 0
-        """Legs that run there, those of earlier incarnations included."""
+        """Legs that run there, those of earlier incarnations and of other proxies included."""
         self.tokens = 0
         """Prompt tokens of these."""
+        self.elsewhere = 0
+        """Of these legs, those of other proxies."""
+        self.elsewhere_tokens = 0
+        """Prompt tokens of those."""
         self.backlog = pace
         """What it still has to do and how fast it is."""
         self.draining = False
@@ -72,6 +78,11 @@ class Member:
         """Whether the breaker opened because the engine had no room, as it said itself."""
         self.trial: RequestFacts | None = None
         """The request whose leg shows whether it works again."""
+
+    @property
+    def own_in_flight(self) -> int:
+        """The number of legs of this proxy."""
+        return self.in_flight - self.elsewhere
 
     @property
     def available(self) -> bool:

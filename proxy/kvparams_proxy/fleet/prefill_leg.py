@@ -1,14 +1,15 @@
 """A prompt and a prefill leg, as the prefix cache model sees them."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvparams.index.block_hashes import BlockHashes
 from kvparams.index.feeds import RoutedRequest
-from kvparams.instances import RequestFacts
+from kvparams.instances import Instance, RequestFacts
+from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.remote_cache_model import FetchableTokens, HeldTokens
 from kvparams_proxy.fleet.routing_decision import RoutingDecision
 
-__all__ = ["PrefillLeg", "PromptLookup"]
+__all__ = ["PrefillLeg", "PrefillObserver", "PromptLookup"]
 
 
 class PromptLookup(NamedTuple):
@@ -56,3 +57,23 @@ class PrefillLeg:
         """Whether its engine was sent to another one's memory."""
         self.told: str | None = None
         """Where its engine lets others read, it says."""
+
+
+class PrefillObserver(Protocol):
+    """Hears what this proxy's own prefill legs do, to tell other proxies."""
+
+    def prefill_began(self, key: str, member: Member, leg: PrefillLeg) -> None:
+        """Hears that a leg was given to an engine."""
+        ...
+
+    def prompt_computed(self, key: str, leg: PrefillLeg) -> None:
+        """Hears that the prompt of a leg is computed that goes on with the answer."""
+        ...
+
+    def prefill_ended(self, key: str, leg: PrefillLeg) -> None:
+        """Hears that a leg has ended; `leg` has what its engine reported."""
+        ...
+
+    def blocks_routed(self, instance: Instance, hashes: BlockHashes, held: int) -> None:
+        """Hears that an engine has these blocks, of which it was believed to have the first `held`."""
+        ...

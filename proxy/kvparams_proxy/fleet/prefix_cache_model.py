@@ -13,19 +13,20 @@ Invariant: what is believed here decides where a request goes, never what it is 
 SGLang name a LoRA by the model.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from math import gcd
 from typing import Final
 
 from kvparams.index.block_hashes import BlockHasher, BlockHashes
-from kvparams.index.feeds import EventFeed, RoutedRequest, RoutingFeed
+from kvparams.index.deltas import snapshot_deltas
+from kvparams.index.feeds import RoutedRequest, RoutingFeed
 from kvparams.index.prefix_index import PrefixIndex
 from kvparams.instances import Instance, RequestFacts, SchedulingPolicy
-from kvparams.kv_events.model import EventBatch
 from kvparams.routing.ttft_estimate import TTFTEstimate, estimate_ttft
+from kvparams_proxy.fleet.event_sources import EventSources
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.prediction_stats import PredictionStats
-from kvparams_proxy.fleet.prefill_leg import PrefillLeg, PromptLookup
+from kvparams_proxy.fleet.prefill_leg import PrefillLeg, PrefillObserver, PromptLookup
 from kvparams_proxy.fleet.remote_cache_model import (
     FetchableTokens,
     HeldTokens,
@@ -47,8 +48,6 @@ _BLOCKS: Final = 1 << 20
 _FITS: Final = 1 << 15
 """Blocks that one engine's cache is believed to hold at first: more than most, since misses correct it at once."""
 _MOST_FITS: Final = 1 << 18
-_NAMES: Final = 1 << 20
-"""Of engines' own blocks, of 16 tokens mostly: some 80 MiB when all are used, and engines publish events."""
 _HOST: Final = 1
 """The level of an engine's own memory: what it keeps there is as good as cached."""
 
@@ -68,10 +67,11 @@ class PrefixCacheModel:
         self._index = PrefixIndex(_BLOCKS)
         self._feed = RoutingFeed(self._index, _FITS, _MOST_FITS)
         self._fetching = RemoteCacheModel(self._index, BLOCK_TOKENS, (_MOST_FITS, _BLOCKS), (_FITS, _MOST_FITS))
-        self._events = EventFeed(self._index, self._chain, _NAMES, namespace=self._namespace, gone=self._gone)
-        self._tellers: dict[Member, Callable[[], None]] = {}
-        self._legs: dict[str, PrefillLeg] = {}
-        """By transfer id of the request, which has one prefill leg at a time."""
+        self.event_sources: Final = EventSources(self._index, self._chain, self._feed, self._namespace, now)
+        """The engines that say themselves what they have."""
+        self._legs: dict[Hashable, PrefillLeg] = {}
+        """By transfer id of the request, which has one prefill leg at a time; those of other proxies by `begin_leg`."""
+        self.observer: PrefillObserver | None = None
         self._coming: dict[Instance, dict[int, int]] = {}
         """By instance, first blocks that running legs bring, and how many bring each."""
         self._grains: dict[Instance, int] = {}
@@ -91,14 +91,26 @@ class PrefixCacheModel:
         """Chooses the instance for a prefill leg. Its work counts from now on, until `leg_released`."""
         facts, hashes, held = self._look(members, facts)
         chosen, decision, reach = self._decide(policy, members, facts, turn, held)
-        instance, expected = chosen.instance, decision.expected
-        leg = self._legs[facts.transfer_id] = PrefillLeg(decision, hashes, reach)
-        chosen.backlog.begin(facts.transfer_id, expected.compute_s, expected.fetch_s)
+        leg = PrefillLeg(decision, hashes, reach)
         if hashes is not None:
             best = max(facts.cached_tokens.get(each.instance, 0) for each in members)
             self.prediction_stats.record_lookup(facts.prompt_tokens, max(best, *held.values(), 0))
-            self._believe(leg, instance, hashes)
+        self.begin_leg(facts.transfer_id, chosen, leg)
+        if self.observer is not None:
+            self.observer.prefill_began(facts.transfer_id, chosen, leg)
         return chosen
+
+    def begin_leg(self, key: Hashable, member: Member, leg: PrefillLeg) -> None:
+        """Begins a leg: its work counts until `end_leg` with the same key, and its blocks are believed to be there.
+
+        Raises:
+            ValueError: it has begun already.
+        """
+        expected = leg.decision.expected
+        member.backlog.begin(key, expected.compute_s, expected.fetch_s)
+        self._legs[key] = leg
+        if leg.hashes is not None:
+            self._believe(leg, member.instance, leg.hashes)
 
     def explain(
         self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int
@@ -128,7 +140,9 @@ class PrefixCacheModel:
         hashes = self._hashes(facts)
         if hashes is None:
             return
-        routed = self._feed.record_routed(instance, hashes, self._now())
+        routed = self.record_routed(instance, hashes)
+        if self.observer is not None:
+            self.observer.blocks_routed(instance, hashes, len(routed.used))
         had, grain = self._said(instance, facts.prompt_tokens, prompt_tokens, cached)
         if had is None or not grain:  # it may never say it
             return
@@ -141,11 +155,20 @@ class PrefixCacheModel:
         """Records the first byte of a leg that goes on with an answer: its prompt is computed."""
         leg = self._legs.get(facts.transfer_id)
         if leg is not None:
-            member.backlog.end(
-                facts.transfer_id,
-                max(1, facts.prompt_tokens - leg.decision.expected.cached_tokens),
-                facts.prompt_tokens,
-            )
+            self.prompt_computed(facts.transfer_id, member)
+            if self.observer is not None:
+                self.observer.prompt_computed(facts.transfer_id, leg)
+
+    def record_routed(self, instance: Instance, hashes: BlockHashes, parent: int = 0) -> RoutedRequest:
+        """Records that an engine has these blocks from now on. `parent`: the hash of the block in front, or 0."""
+        return self._feed.record_routed(instance, hashes, self._now(), parent)
+
+    def prompt_computed(self, key: Hashable, member: Member) -> None:
+        """Ends the work of a leg that goes on with the answer. Does nothing if there is no such leg."""
+        leg = self._legs.get(key)
+        if leg is not None:
+            tokens = leg.decision.prompt_tokens
+            member.backlog.end(key, max(1, tokens - leg.decision.expected.cached_tokens), tokens)
 
     def peer_source(self, facts: RequestFacts) -> tuple[Instance, str] | None:
         """Returns the address of the memory from which the request's running leg should read.
@@ -178,37 +201,68 @@ class PrefixCacheModel:
         return leg.decision
 
     def leg_released(self, member: Member, facts: RequestFacts) -> None:
-        """Ends a leg, whatever its result."""
-        leg = self._legs.pop(facts.transfer_id, None)
+        """Ends a leg of this proxy, whatever its result."""
+        leg = self.end_leg(facts.transfer_id, member)
+        if leg is not None and self.observer is not None:
+            self.observer.prefill_ended(facts.transfer_id, leg)
+
+    def end_leg(self, key: Hashable, member: Member, *, is_own: bool = True) -> PrefillLeg | None:
+        """Ends a leg and learns from it. Returns it, or None if there is none.
+
+        `is_own`: whether it counts in the statistics of this proxy's predictions.
+        """
+        leg = self._legs.pop(key, None)
         if leg is None:
-            return
-        instance, expected = leg.decision.chosen, leg.decision.expected
+            return None
+        instance, expected, tokens = leg.decision.chosen, leg.decision.expected, leg.decision.prompt_tokens
         predicted = expected.cached_tokens + expected.fetched_tokens
         still = member.instance is instance and not member.has_left
-        cached, grain = self._said(instance, facts.prompt_tokens, leg.prompt_tokens, leg.cached, still=still)
+        cached, grain = self._said(instance, tokens, leg.prompt_tokens, leg.cached, still=still)
         if leg.answered:
             found = predicted if cached is None else cached
             fetched = max(0, min(found, leg.reach.tokens) - expected.cached_tokens)
-            member.backlog.end(facts.transfer_id, max(1, facts.prompt_tokens - found), facts.prompt_tokens, fetched)
+            member.backlog.end(key, max(1, tokens - found), tokens, fetched)
         else:
-            member.backlog.end(facts.transfer_id)
-        if leg.answered and still:
+            member.backlog.end(key)
+        if leg.answered and still and is_own:
             self._fetching.record_peer_address(member, leg.told)
         if leg.routed is None or leg.hashes is None:
-            return
+            return leg
         self._settle(leg, instance)
         if not leg.answered:
             self._feed.record_failed(leg.routed, leg.hashes)
-            return
+            return leg
         settled = predicted  # what its engine has told of, too
         if not expected.fetched_tokens and leg.settled < len(leg.routed.used):
             settled = min(predicted, leg.settled * BLOCK_TOKENS)
-        self.prediction_stats.record_leg(predicted, settled, cached)
+        if is_own:
+            self.prediction_stats.record_leg(predicted, settled, cached)
         if cached is not None:
             self._correct(leg, leg.routed, cached, grain)
         asked = leg.sent if isinstance(leg.reach.holder, PeerMemory) else expected.fetched_tokens
         reach = leg.reach if asked else leg.reach._replace(holder=None)
         self._fetching.record_leg(instance, reach, leg.hashes, self._now(), cached, grain)
+        return leg
+
+    def leg(self, key: Hashable) -> PrefillLeg | None:
+        """Returns a running leg, or None."""
+        return self._legs.get(key)
+
+    def chain_to(self, hash: int, blocks: int) -> BlockHashes:
+        """Returns the hashes of so many blocks of one prompt that end with this one; fewer where they are not known."""
+        return self._index.chain_to(hash, blocks)
+
+    def held_chains(self) -> Iterator[tuple[Instance, BlockHashes, int] | None]:
+        """Yields what engines are believed to have: an engine, blocks that follow one another, and the block in front.
+
+        Parents come before their children. None is a place where the event loop may do something else.
+        """
+        for worker, held in self._feed.held_indexes():
+            if isinstance(worker, Instance):
+                for deltas in snapshot_deltas(held):
+                    for delta in deltas:
+                        yield worker, delta.hashes, delta.parent
+                    yield None
 
     def _said(
         self, instance: Instance, tokens: int, prompt_tokens: int | None, cached: int | None, *, still: bool = True
@@ -229,40 +283,7 @@ class PrefixCacheModel:
         self._feed.forget_worker(instance)
         self._fetching.forget_instance(instance)
         self._grains.pop(instance, None)
-        for member, again in self._tellers.items():
-            if member.instance is instance:
-                self._events.forget_worker(member)
-                again()
-
-    # engines that say what they have
-
-    @property
-    def unplaced_blocks(self) -> int:
-        """The number of reported blocks that could not be placed."""
-        return self._events.unplaced
-
-    def add_event_source(self, member: Member, again: Callable[[], None]) -> None:
-        """Adds an engine that publishes events. `again` is called when it has to publish everything again."""
-        self._tellers[member] = again
-
-    def apply_events(self, member: Member, batch: EventBatch | None, model: str) -> None:
-        """Applies events of an engine. None invalidates all earlier ones."""
-        if batch is None:
-            self._events.forget_worker(member)
-        else:
-            self._events.apply(batch, member, model, self._now())
-
-    def remove_event_source(self, member: Member) -> None:
-        """Removes an engine that publishes events no longer."""
-        if self._tellers.pop(member, None) is not None:
-            self._events.forget_worker(member)
-
-    def _gone(self, who: object, hashes: BlockHashes | None) -> None:
-        """Handles the eviction of blocks, or of all blocks, by an engine: holders that depended on them are removed."""
-        if isinstance(who, Member) and hashes is None:
-            self._feed.forget_worker(who.instance)
-        elif isinstance(who, Member) and hashes is not None:
-            self._feed.record_removed(who.instance, hashes)
+        self.event_sources.forget_instance(instance)
 
     def _namespace(self, model: str, adapter: str | None, salt: str | None) -> int:
         return self._chain.namespace(adapter or model, None, salt)

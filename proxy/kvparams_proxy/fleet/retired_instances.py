@@ -28,7 +28,7 @@ class RetiredInstances:
 
     def add(self, member: Member) -> None:
         """Adds `member.instance`, which is an earlier incarnation from now on."""
-        legs = member.in_flight - sum(legs.left for legs in self._legs.values() if legs.member is member)
+        legs = member.own_in_flight - sum(legs.left for legs in self._legs.values() if legs.member is member)
         if legs:
             self._legs[member.instance] = _RemainingLegs(member, legs)
 

@@ -122,10 +122,10 @@ class EngineStateLog:
             about, words = (why, "is given no work") if answers else ("", words)
         elif state is MemberState.READY:
             about = member.instance.incarnation
-        elif state in _IDLE and not member.in_flight:
+        elif state in _IDLE and not member.own_in_flight:
             about = words = _IDLE[state]
         self._log.log_change(member, (state, about), _line(member, words, why), good=state not in _BAD)
-        if state is MemberState.LEFT and not member.in_flight:
+        if state is MemberState.LEFT and not member.own_in_flight:
             self._log.forget(member)
 
     def log_pair(self, prefill: Instance, decode: Instance, apart_s: float | None, why: str = "") -> None:

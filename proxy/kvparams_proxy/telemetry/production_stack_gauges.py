@@ -72,7 +72,7 @@ class ProductionStackGauges(Collector):
         members = list(self._fleet.members)
         seconds, added = self._window.observe(
             self._now(),
-            {each.instance.id: self._metrics.instance_totals(each.instance.id, each.in_flight) for each in members},
+            {each.instance.id: self._metrics.instance_totals(each.instance.id, each.own_in_flight) for each in members},
         )
         yield _family(
             "current_qps",
@@ -93,7 +93,7 @@ class ProductionStackGauges(Collector):
 
 
 def _running(members: Iterable[Member], *roles: Role) -> dict[str, float]:
-    return {each.instance.id: each.in_flight for each in members if each.instance.role in roles}
+    return {each.instance.id: each.own_in_flight for each in members if each.instance.role in roles}
 
 
 def _healthy(member: Member) -> bool:

@@ -123,8 +123,12 @@ class ProxyGauges(Collector):
         yield legs
         holding = leases_by_instance(self._metrics, self._releases)
         columns: tuple[tuple[str, str, Callable[[Member], float]], ...] = (
-            ("in_flight", "Legs running now.", lambda member: member.in_flight),
-            ("tokens_in_flight", "Prompt tokens of legs running now.", lambda member: member.tokens),
+            ("in_flight", "Legs running now.", lambda member: member.own_in_flight),
+            (
+                "tokens_in_flight",
+                "Prompt tokens of legs running now.",
+                lambda member: member.tokens - member.elsewhere_tokens,
+            ),
             (
                 "leases",
                 "Transfers whose KV it holds and nobody has fetched.",

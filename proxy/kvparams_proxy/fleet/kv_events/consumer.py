@@ -66,7 +66,7 @@ class KVEventConsumer:
         self._unnamed.discard(member)
         if self._members.pop(member, None) is not None and self._listening is not None:
             self._listening.unsubscribe(member)
-            self._prefixes.remove_event_source(member)
+            self._prefixes.event_sources.remove(member)
 
     def stats(self) -> dict[str, KVEventStats]:
         """The statistics of each engine that publishes, by its id."""
@@ -79,7 +79,7 @@ class KVEventConsumer:
     @property
     def unplaced_blocks(self) -> int:
         """The number of blocks that could not be placed."""
-        return self._prefixes.unplaced_blocks
+        return self._prefixes.event_sources.unplaced_blocks
 
     def close(self) -> None:
         """Ends all subscriptions."""
@@ -106,7 +106,7 @@ class KVEventConsumer:
         if listening is None:
             listening = self._listening = KVEventSubscriber(self._ready)
         self._members[member] = model
-        self._prefixes.add_event_source(member, lambda: listening.request_full_replay(member))
+        self._prefixes.event_sources.add(member, lambda: listening.request_full_replay(member))
         listening.subscribe(member, PublisherEndpoint(instance.kv_events or "", instance.kv_events_replay))
 
     def _ready(self) -> None:
@@ -141,7 +141,7 @@ class KVEventConsumer:
 
     def _apply(self, member: Member, batch: EventBatch | None, model: str) -> None:
         try:
-            self._prefixes.apply_events(member, batch, model)
+            self._prefixes.event_sources.apply(member, batch, model)
         except ValueError as error:  # an engine's hashes may be anything
             _log.warning("a KV event of %s cannot be entered: %s", member.instance.id, error)
         except Exception:  # noqa: BLE001  a fault of the proxy: what others say is entered all the same

@@ -20,6 +20,7 @@ from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.kv_events import EventBatch, EventSource
 from kvparams.kv_events.model import BlockLocation, BlockStored
 from kvparams.routing.policies.cache_aware import CacheAware
+from kvparams_proxy.fleet.event_sources import EventSources
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.kv_events.consumer import KVEventConsumer
 from kvparams_proxy.fleet.kv_events.ordered_stream import OrderedEventStream
@@ -385,7 +386,7 @@ async def test_what_keeps_coming_is_entered_in_one_place(at: tuple[int, int], mo
             most = max(most, beside)
             sleep(0.003)
 
-        monkeypatch.setattr(PrefixCacheModel, "apply_events", slow)
+        monkeypatch.setattr(EventSources, "apply", slow)
         async with a_site(at) as site:
             await site.connected()
             publisher.say(*(stored(PROMPT[:16]) for _ in range(5)))
@@ -436,15 +437,15 @@ async def test_places_that_cannot_be_listened_to_use_nothing_up(at: tuple[int, i
 async def test_a_fault_in_entering_costs_that_event_alone(
     at: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    enter = PrefixCacheModel.apply_events
+    enter = EventSources.apply
     fails = iter((True,))
 
-    def told(self: PrefixCacheModel, *said: Any) -> None:
+    def told(self: EventSources, *said: Any) -> None:
         if next(fails, False):
             raise RuntimeError("a fault of ours")
         enter(self, *said)
 
-    monkeypatch.setattr(PrefixCacheModel, "apply_events", told)
+    monkeypatch.setattr(EventSources, "apply", told)
     with Publisher(at) as publisher:
         async with a_site(at) as site:
             await site.connected()

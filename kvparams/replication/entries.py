@@ -1,0 +1,293 @@
+"""Entries: the facts that one proxy tells the others, and their binary form.
+
+An entry is a type (one byte), a length (two bytes, little-endian) and a body. A reader skips entries of a type that it
+does not know, and ignores bytes behind the fields that it knows, so two versions of the proxy understand each other.
+Numbers are little-endian. An engine is named by `engine_key`.
+"""
+
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+__all__ = [
+    "MAX_ENTRY_BYTES",
+    "BlocksRouted",
+    "EngineFailed",
+    "EngineLoad",
+    "EngineRestarted",
+    "Entry",
+    "PrefillBegan",
+    "PrefillEnded",
+    "PromptComputed",
+    "SettingChanged",
+    "decode_entries",
+    "encode_entry",
+    "engine_key",
+]
+
+MAX_ENTRY_BYTES: Final = (1 << 16) - 1
+_HEAD: Final = struct.Struct("<BH")
+_LOAD: Final = struct.Struct("<QIQ")
+_BEGAN: Final = struct.Struct("<QQIffIIIQ")
+_COMPUTED: Final = struct.Struct("<QII")
+_ENDED: Final = struct.Struct("<QBII")
+_ROUTED: Final = struct.Struct("<QIQ")
+_FAILED: Final = struct.Struct("<QB")
+_RESTARTED: Final = struct.Struct("<Q")
+_CHANGED: Final = struct.Struct("<QQH")
+_UNKNOWN: Final = 0xFFFF_FFFF
+"""Stands for a number that an engine did not report."""
+
+
+def engine_key(id: str, url: str, role: str) -> int:
+    """Returns the 64 bits that name an engine between proxies.
+
+    Proxies that give one id to different engines give them different keys.
+    """
+    return xxh3_64_intdigest(f"{id}\n{url}\n{role}".encode())
+
+
+class EngineLoad(NamedTuple):
+    """The load that the sender has on an engine now. A later one replaces it; zeros end it."""
+
+    engine: int
+    in_flight: int
+    """Legs."""
+    tokens: int
+    """Prompt tokens of these."""
+
+
+class PrefillBegan(NamedTuple):
+    """A prefill leg of the sender began, and what its cache model expects of it."""
+
+    leg: int
+    """A number that the sender uses once."""
+    engine: int
+    prompt_tokens: int
+    compute_s: float
+    fetch_s: float
+    cached_tokens: int
+    """Expected."""
+    fetched_tokens: int
+    """Expected."""
+    held_blocks: int
+    """Blocks of the prompt that the engine was believed to have; `parent` is the hash of the last of them."""
+    parent: int
+    """0 where there is none."""
+    hashes: bytes
+    """The block hashes behind them, 8 bytes each; empty where the prompt has no token ids."""
+
+
+class PromptComputed(NamedTuple):
+    """The prompt of a leg that goes on with the answer is computed."""
+
+    leg: int
+    new_tokens: int
+    prompt_tokens: int
+
+
+class PrefillEnded(NamedTuple):
+    """A prefill leg of the sender ended."""
+
+    leg: int
+    answered: bool
+    """Whether it ended well."""
+    prompt_tokens: int | None
+    """Reported by the engine."""
+    cached_tokens: int | None
+    """Reported by the engine."""
+
+
+class BlocksRouted(NamedTuple):
+    """An engine has these blocks of a prompt from now on, without a prefill leg. The fields are `PrefillBegan`'s."""
+
+    engine: int
+    held_blocks: int
+    parent: int
+    hashes: bytes
+
+
+class EngineFailed(NamedTuple):
+    """A leg of the sender failed, and the engine is to blame."""
+
+    engine: int
+    connected: bool
+    """Whether there was a connection."""
+    why: str
+    """The evidence, for the log; at most 200 characters."""
+
+
+class EngineRestarted(NamedTuple):
+    """The sender saw that an engine restarted: its cache is empty."""
+
+    engine: int
+
+
+class SettingChanged(NamedTuple):
+    """An operator changed a setting of the site. Of two with one name the one with the higher revision stands."""
+
+    revision: int
+    writer: int
+    """Decides between equal revisions."""
+    name: str
+    value: bytes
+    """JSON."""
+
+
+Entry = (
+    EngineLoad
+    | PrefillBegan
+    | PromptComputed
+    | PrefillEnded
+    | BlocksRouted
+    | EngineFailed
+    | EngineRestarted
+    | SettingChanged
+)
+
+
+def encode_entry(entry: Entry) -> bytes:
+    """Encodes one entry.
+
+    Raises:
+        ValueError: it is longer than an entry may be.
+    """
+    number, body = _BODIES[type(entry)](entry)
+    if len(body) > MAX_ENTRY_BYTES:
+        raise ValueError(f"an entry has at most {MAX_ENTRY_BYTES} bytes, not {len(body)}")
+    return _HEAD.pack(number, len(body)) + body
+
+
+def decode_entries(data: bytes | memoryview) -> Iterable[Entry]:
+    """Decodes entries that follow one another, in one pass. Those of an unknown type are left out.
+
+    Raises:
+        ValueError: they are cut off or damaged.
+    """
+    view = memoryview(data)
+    at, end = 0, len(view)
+    found: list[Entry] = []
+    while at < end:
+        if end - at < _HEAD.size:
+            raise ValueError("an entry is cut off")
+        number, length = _HEAD.unpack_from(view, at)
+        at += _HEAD.size
+        if end - at < length:
+            raise ValueError("an entry is cut off")
+        decode = _DECODERS.get(number)
+        if decode is not None:
+            try:
+                found.append(decode(view[at : at + length]))
+            except (struct.error, UnicodeDecodeError) as error:
+                raise ValueError(f"an entry is damaged: {error}") from error
+        at += length
+    return found
+
+
+def _number(value: int | None) -> int:
+    return _UNKNOWN if value is None else min(value, _UNKNOWN - 1)
+
+
+def _known(value: int) -> int | None:
+    return None if value == _UNKNOWN else value
+
+
+def _load_body(it: EngineLoad) -> tuple[int, bytes]:
+    return 1, _LOAD.pack(*it)
+
+
+def _load(body: memoryview) -> EngineLoad:
+    return EngineLoad._make(_LOAD.unpack_from(body))
+
+
+def _began_body(it: PrefillBegan) -> tuple[int, bytes]:
+    return 2, _BEGAN.pack(*it[:9]) + it.hashes
+
+
+def _began(body: memoryview) -> PrefillBegan:
+    return PrefillBegan._make((*_BEGAN.unpack_from(body), _hashes(body[_BEGAN.size :])))
+
+
+def _computed_body(it: PromptComputed) -> tuple[int, bytes]:
+    return 3, _COMPUTED.pack(*it)
+
+
+def _computed(body: memoryview) -> PromptComputed:
+    return PromptComputed._make(_COMPUTED.unpack_from(body))
+
+
+def _ended_body(it: PrefillEnded) -> tuple[int, bytes]:
+    return 4, _ENDED.pack(it.leg, it.answered, _number(it.prompt_tokens), _number(it.cached_tokens))
+
+
+def _ended(body: memoryview) -> PrefillEnded:
+    leg, answered, prompt_tokens, cached_tokens = _ENDED.unpack_from(body)
+    return PrefillEnded(leg, bool(answered), _known(prompt_tokens), _known(cached_tokens))
+
+
+def _routed_body(it: BlocksRouted) -> tuple[int, bytes]:
+    return 5, _ROUTED.pack(*it[:3]) + it.hashes
+
+
+def _routed(body: memoryview) -> BlocksRouted:
+    return BlocksRouted._make((*_ROUTED.unpack_from(body), _hashes(body[_ROUTED.size :])))
+
+
+def _failed_body(it: EngineFailed) -> tuple[int, bytes]:
+    return 6, _FAILED.pack(it.engine, it.connected) + it.why[:200].encode()
+
+
+def _failed(body: memoryview) -> EngineFailed:
+    engine, connected = _FAILED.unpack_from(body)
+    return EngineFailed(engine, bool(connected), bytes(body[_FAILED.size :]).decode()[:200])
+
+
+def _restarted_body(it: EngineRestarted) -> tuple[int, bytes]:
+    return 7, _RESTARTED.pack(*it)
+
+
+def _restarted(body: memoryview) -> EngineRestarted:
+    return EngineRestarted._make(_RESTARTED.unpack_from(body))
+
+
+def _changed_body(it: SettingChanged) -> tuple[int, bytes]:
+    name = it.name.encode()
+    return 8, _CHANGED.pack(it.revision, it.writer, len(name)) + name + it.value
+
+
+def _changed(body: memoryview) -> SettingChanged:
+    revision, writer, length = _CHANGED.unpack_from(body)
+    start = _CHANGED.size + length
+    if start > len(body):
+        raise struct.error("the name is cut off")
+    return SettingChanged(revision, writer, bytes(body[_CHANGED.size : start]).decode(), bytes(body[start:]))
+
+
+def _hashes(rest: memoryview) -> bytes:
+    if len(rest) % 8:
+        raise struct.error("block hashes have 8 bytes each")
+    return bytes(rest)
+
+
+_BODIES: Final[Mapping[type, Callable[..., tuple[int, bytes]]]] = {
+    EngineLoad: _load_body,
+    PrefillBegan: _began_body,
+    PromptComputed: _computed_body,
+    PrefillEnded: _ended_body,
+    BlocksRouted: _routed_body,
+    EngineFailed: _failed_body,
+    EngineRestarted: _restarted_body,
+    SettingChanged: _changed_body,
+}
+_DECODERS: Final[Mapping[int, Callable[[memoryview], Entry]]] = {
+    1: _load,
+    2: _began,
+    3: _computed,
+    4: _ended,
+    5: _routed,
+    6: _failed,
+    7: _restarted,
+    8: _changed,
+}

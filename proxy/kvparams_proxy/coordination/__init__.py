@@ -1,0 +1,1 @@
+"""Several proxies in front of one fleet: what each knows is told to the others."""

@@ -1,0 +1,320 @@
+"""The exchange: sends this proxy's entries in batches, and hands on those of its siblings.
+
+Nothing here waits for a sibling or for the transport. What cannot be sent is lost, and each side notices: a gap in the
+sequence numbers, or a lease that ends, tells a reader what it no longer knows.
+"""
+
+import asyncio
+import json
+import logging
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from secrets import randbits
+from typing import Final, Protocol, cast
+
+from kvparams.replication.entries import EngineLoad, Entry, decode_entries, encode_entry
+from kvparams.replication.messages import AuthenticationError, Message, MessageAuthenticator, MessageError, MessageKind
+from kvparams.replication.siblings import Arrival, Sibling, SiblingTable
+from kvparams_proxy.coordination.transport import Transport
+
+__all__ = ["HEARTBEAT_S", "LEASE_S", "Exchange", "ExchangeListener"]
+
+LEASE_S: Final = 2.0
+"""A sibling that is not heard from for so long has ended."""
+HEARTBEAT_S: Final = 0.5
+_BATCH_S: Final = 0.004
+"""For so long entries are collected before they are sent."""
+_BATCH_BYTES: Final = 32 << 10
+_SNAPSHOT_BYTES: Final = 64 << 10
+_SNAPSHOT_WAIT_S: Final = 3.0
+"""A snapshot that has not ended after so long is asked for again, of another sibling."""
+_LOG_EVERY_S: Final = 30.0
+_LENGTH: Final = struct.Struct("<I")
+_log: Final = logging.getLogger(__name__)
+
+
+class ExchangeListener(Protocol):
+    """Applies what siblings tell, and knows what to tell them."""
+
+    def apply_entry(self, sibling: Sibling, entry: Entry, *, is_snapshot: bool) -> None:
+        """Applies one entry. Entries of a snapshot are what the sibling knows, not what it does."""
+        ...
+
+    def apply_loads(self, sibling: Sibling, loads: Mapping[int, tuple[int, int]]) -> None:
+        """Replaces everything that is known of the sibling's load."""
+        ...
+
+    def forget_legs(self, sibling: Sibling) -> None:
+        """Hears that messages of the sibling are lost, or that it has ended: its legs are not known any more."""
+        ...
+
+    def loads(self) -> Iterable[EngineLoad]:
+        """Returns this proxy's own load: engines without any are left out."""
+        ...
+
+    def snapshot(self) -> Iterator[Entry | None]:
+        """Yields what this proxy knows. None is a place where the event loop may do something else."""
+        ...
+
+
+class Exchange:
+    """Sends and receives the messages of one proxy."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        transport: Transport,
+        authenticator: MessageAuthenticator,
+        listener: ExchangeListener,
+        info: Callable[[], Mapping[str, object]],
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Creates an exchange that is not started.
+
+        Args:
+            loop: the event loop.
+            transport: what carries messages.
+            authenticator: seals and opens them.
+            listener: applies entries.
+            info: what this proxy says of itself; JSON.
+            wall_clock: seconds since 1970.
+        """
+        self.id: Final = randbits(63) + 1
+        self.siblings: Final = SiblingTable(self.id, LEASE_S)
+        self.refused: Final[Counter[str]] = Counter()
+        """Messages that were not believed, by reason."""
+        self.sent_bytes = 0
+        self.sent_messages = 0
+        self.gaps = 0
+        """How often messages of a sibling were missing."""
+        self._loop = loop
+        self._transport = transport
+        self._authenticator = authenticator
+        self._listener = listener
+        self._info = info
+        self._wall_clock = wall_clock
+        self._sequence = 0
+        self._connections = 0
+        self._batch: list[bytes] = []
+        self._batch_bytes = 0
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._beat_timer: asyncio.TimerHandle | None = None
+        self._snapshots: set[asyncio.Task[None]] = set()
+        self._asked: dict[int, float] = {}
+        """When which sibling was asked for a snapshot."""
+        self.has_snapshot = False
+        """Whether a sibling has told all that it knows, or there was none to ask."""
+        self._began = loop.time()
+        self._last_logged = 0.0
+        self.is_degraded = False
+        """Whether the transport is not connected."""
+
+    @property
+    def transport(self) -> Transport:
+        """The transport."""
+        return self._transport
+
+    def start(self) -> None:
+        """Begins to send and to receive."""
+        self._transport.start(self._receive)
+        self._beat()
+
+    def publish(self, entry: Entry) -> None:
+        """Tells the siblings, a few milliseconds later. Without siblings nothing is kept."""
+        if not self.siblings.alive:
+            return
+        encoded = encode_entry(entry)
+        self._batch.append(encoded)
+        self._batch_bytes += len(encoded)
+        if self._batch_bytes >= _BATCH_BYTES:
+            self._flush()
+        elif self._flush_timer is None:
+            self._flush_timer = self._loop.call_later(_BATCH_S, self._flush)
+
+    async def close(self) -> None:
+        """Says goodbye and ends everything."""
+        for timer in (self._flush_timer, self._beat_timer):
+            if timer is not None:
+                timer.cancel()
+        for task in list(self._snapshots):
+            task.cancel()
+        if self._snapshots:
+            await asyncio.wait(self._snapshots)
+        self._send_in_order(MessageKind.GOODBYE, b"")
+        await self._transport.close()
+
+    # sending
+
+    def _flush(self) -> None:
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
+        if self._batch:
+            payload = b"".join(self._batch)
+            self._batch.clear()
+            self._batch_bytes = 0
+            self._send_in_order(MessageKind.ENTRIES, payload)
+
+    def _send_in_order(self, kind: MessageKind, payload: bytes) -> None:
+        if self._transport.connections != self._connections:  # what was sent meanwhile may be lost: let them notice
+            self._connections = self._transport.connections
+            self._sequence += 1
+        self._sequence += 1
+        self._send(kind, payload, 0, self._sequence)
+
+    def _send(self, kind: MessageKind, payload: bytes, receiver: int, sequence: int) -> None:
+        message = self._authenticator.seal(kind, self.id, receiver, sequence, self._wall_clock(), payload)
+        self.sent_bytes += len(message)
+        self.sent_messages += 1
+        self._transport.send(message, receiver)
+
+    def _beat(self) -> None:
+        """Says that this proxy lives, and what runs; looks who else does."""
+        self._beat_timer = self._loop.call_later(HEARTBEAT_S, self._beat)
+        self._flush()
+        info = json.dumps(self._info()).encode()
+        loads = b"".join(map(encode_entry, self._listener.loads()))
+        self._send_in_order(MessageKind.HEARTBEAT, _LENGTH.pack(len(info)) + info + loads)
+        now = self._loop.time()
+        for sibling in self.siblings.expire(now):
+            self._end(sibling, "is not heard from any more")
+        self._say_whether_connected()
+        self._ask_for_snapshot(now)
+
+    def _say_whether_connected(self) -> None:
+        degraded = not self._transport.is_connected
+        if degraded and not self.is_degraded:
+            _log.warning("the other proxies cannot be reached: this one goes on with what it knows")
+        elif self.is_degraded and not degraded:
+            _log.info("the other proxies can be reached again")
+        self.is_degraded = degraded
+
+    def _ask_for_snapshot(self, now: float) -> None:
+        """Asks the sibling that knows most, once several had the time to say so."""
+        if self.has_snapshot or now - self._began < HEARTBEAT_S:
+            return
+        candidates = [each for each in self.siblings.alive.values() if each.info.get("has_snapshot")]
+        if not candidates:
+            if now - self._began > 4 * HEARTBEAT_S:  # nobody knows more than this proxy
+                self.has_snapshot = True
+            return
+        if any(now - at < _SNAPSHOT_WAIT_S for at in self._asked.values()):
+            return
+        chosen = min(candidates, key=lambda each: (self._asked.get(each.id, 0.0), -_number(each.info.get("blocks"))))
+        self._asked[chosen.id] = now
+        self._send(MessageKind.SNAPSHOT_REQUEST, b"", chosen.id, 0)
+
+    # receiving
+
+    def _receive(self, data: bytes) -> None:
+        try:
+            message = self._authenticator.open(data, self._wall_clock())
+            if message.sender == self.id or message.receiver not in (0, self.id):
+                return
+            self._handle(message)
+        except MessageError as error:
+            kind = "authentication" if isinstance(error, AuthenticationError) else "format"
+            self._refuse(kind, str(error))
+        except ValueError as error:
+            self._refuse("format", str(error))
+
+    def _handle(self, message: Message) -> None:
+        before = len(self.siblings)
+        arrival, sibling = self.siblings.hear(message.sender, message.sequence, self._loop.time())
+        if sibling is None:
+            return
+        if len(self.siblings) != before:
+            _log.info("proxy %016x is heard: %d others share this fleet", sibling.id, len(self.siblings))
+        if arrival is Arrival.AFTER_GAP:
+            self.gaps += 1
+            self._listener.forget_legs(sibling)
+        kind, payload = message.kind, message.payload
+        if kind == MessageKind.ENTRIES:
+            for entry in decode_entries(payload):
+                self._listener.apply_entry(sibling, entry, is_snapshot=False)
+        elif kind == MessageKind.HEARTBEAT:
+            self._handle_heartbeat(sibling, payload)
+        elif kind == MessageKind.SNAPSHOT:
+            self._handle_snapshot(sibling, payload)
+        elif kind == MessageKind.SNAPSHOT_REQUEST:
+            self._begin_snapshot(sibling)
+        elif kind == MessageKind.GOODBYE:
+            self.siblings.end(sibling.id)
+            self._end(sibling, "has ended")
+
+    def _handle_heartbeat(self, sibling: Sibling, payload: memoryview) -> None:
+        if len(payload) < _LENGTH.size:
+            raise ValueError("a heartbeat is cut off")
+        end = _LENGTH.size + _LENGTH.unpack_from(payload)[0]
+        info: object = json.loads(bytes(payload[_LENGTH.size : end]))
+        if not isinstance(info, dict):
+            raise ValueError("a heartbeat says nothing about its sender")
+        sibling.info = cast("dict[str, object]", info)
+        loads = {
+            each.engine: (each.in_flight, each.tokens)
+            for each in decode_entries(payload[end:])
+            if isinstance(each, EngineLoad)
+        }
+        self._listener.apply_loads(sibling, loads)
+
+    def _handle_snapshot(self, sibling: Sibling, payload: memoryview) -> None:
+        if sibling.id not in self._asked:
+            self._refuse("unasked", "a snapshot that nobody asked for")
+            return
+        self._asked[sibling.id] = self._loop.time()
+        if not payload:
+            self.has_snapshot = True
+            self._asked.clear()
+            _log.info("proxy %016x has told what it knows", sibling.id)
+        for entry in decode_entries(payload):
+            self._listener.apply_entry(sibling, entry, is_snapshot=True)
+
+    def _begin_snapshot(self, sibling: Sibling) -> None:
+        if len(self._snapshots) >= 4:  # they ask again
+            return
+        task = self._loop.create_task(self._send_snapshot(sibling.id), name="snapshot for another proxy")
+        self._snapshots.add(task)
+        task.add_done_callback(self._snapshots.discard)
+
+    async def _send_snapshot(self, receiver: int) -> None:
+        pieces: list[bytes] = []
+        size = 0
+        for entry in self._listener.snapshot():
+            if entry is None:
+                await asyncio.sleep(0)
+                continue
+            encoded = encode_entry(entry)
+            if size + len(encoded) > _SNAPSHOT_BYTES:
+                self._send(MessageKind.SNAPSHOT, b"".join(pieces), receiver, 0)
+                pieces.clear()
+                size = 0
+                await asyncio.sleep(0)
+            pieces.append(encoded)
+            size += len(encoded)
+        if pieces:
+            self._send(MessageKind.SNAPSHOT, b"".join(pieces), receiver, 0)
+        self._send(MessageKind.SNAPSHOT, b"", receiver, 0)
+
+    def _end(self, sibling: Sibling, why: str) -> None:
+        self._asked.pop(sibling.id, None)
+        self._listener.apply_loads(sibling, {})
+        self._listener.forget_legs(sibling)
+        _log.warning("proxy %016x %s; %d others share this fleet", sibling.id, why, len(self.siblings))
+
+    def _refuse(self, reason: str, text: str) -> None:
+        self.refused[reason] += 1
+        now = self._loop.time()
+        if now - self._last_logged >= _LOG_EVERY_S or not self._last_logged:
+            self._last_logged = now
+            hint = ""
+            if reason == "authentication":
+                hint = ": another site uses the same prefix, or its proxies have other keys"
+            _log.warning(
+                "a message between proxies is not believed: %s%s (%d so far)", text, hint, self.refused.total()
+            )
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else 0.0

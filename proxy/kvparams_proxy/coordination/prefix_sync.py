@@ -1,0 +1,188 @@
+"""Shares what prefill engines are believed to have cached, and the work that waits there.
+
+Each proxy tells its prefill legs when they begin and end, and the others run their cache model with these legs as with
+their own: so all learn the same speeds, the same prefixes and the same corrections. Of a prompt's blocks only those are
+told that the engine was not believed to have; the reader finds those in front in its own index.
+"""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Final
+
+import numpy as np
+
+from kvparams.index.block_hashes import BlockHashes
+from kvparams.instances import Instance
+from kvparams.replication.entries import BlocksRouted, Entry, PrefillBegan, PrefillEnded, PromptComputed
+from kvparams.replication.siblings import Sibling
+from kvparams.routing.ttft_estimate import TTFTEstimate
+from kvparams_proxy.coordination.load_sync import EngineNames
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.prefill_leg import PrefillLeg
+from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
+from kvparams_proxy.fleet.remote_cache_model import FetchableTokens, SharedStore
+from kvparams_proxy.fleet.routing_decision import RoutingDecision
+
+__all__ = ["PrefixSync"]
+
+_MOST_LEGS: Final = 1 << 16
+"""Of one sibling that run at a time; of more, nothing is believed."""
+_SNAPSHOT_BLOCKS: Final = 4096
+
+
+class PrefixSync:
+    """Tells this proxy's prefill legs (`PrefillObserver`), and applies those of siblings."""
+
+    def __init__(self, model: PrefixCacheModel, names: EngineNames, publish: Callable[[Entry], None]) -> None:
+        """`model` tells its legs to this object from now on."""
+        self._model = model
+        self._names = names
+        self._publish = publish
+        self._numbers = count(1)
+        self._own: dict[str, int] = {}
+        """The numbers of this proxy's running legs, by key."""
+        self._legs: dict[int, dict[int, Member]] = {}
+        """The running legs of siblings: sibling, leg, engine."""
+        model.observer = self
+
+    # this proxy's legs
+
+    def prefill_began(self, key: str, member: Member, leg: PrefillLeg) -> None:
+        """See `PrefillObserver`."""
+        engine = self._names.find_key(member)
+        if engine is not None:
+            number = self._own[key] = next(self._numbers)
+            self._publish(_began(number, engine, leg))
+
+    def prompt_computed(self, key: str, leg: PrefillLeg) -> None:
+        """See `PrefillObserver`."""
+        number = self._own.get(key)
+        if number is not None:
+            tokens = leg.decision.prompt_tokens
+            self._publish(PromptComputed(number, max(1, tokens - leg.decision.expected.cached_tokens), tokens))
+
+    def prefill_ended(self, key: str, leg: PrefillLeg) -> None:
+        """See `PrefillObserver`."""
+        number = self._own.pop(key, None)
+        if number is not None:
+            self._publish(PrefillEnded(number, leg.answered, leg.prompt_tokens, leg.cached))
+
+    def blocks_routed(self, instance: Instance, hashes: BlockHashes, held: int) -> None:
+        """See `PrefillObserver`."""
+        member = next((each for each in self._names.members.values() if each.instance is instance), None)
+        if member is not None and held < len(hashes):
+            parent = int(hashes[held - 1]) if held else 0
+            self._publish(BlocksRouted(self._names.key_of(member), held, parent, _packed(hashes[held:])))
+
+    def snapshot(self) -> Iterator[Entry | None]:
+        """Yields the blocks that engines are believed to have, and the running legs. None: a place to pause."""
+        keys = {member.instance: key for key, member in self._names.members.items()}
+        for piece in self._model.held_chains():
+            if piece is None:
+                yield None
+                continue
+            instance, hashes, parent = piece
+            engine = keys.get(instance)
+            if engine is None:
+                continue
+            for first in range(0, len(hashes), _SNAPSHOT_BLOCKS):
+                part = hashes[first : first + _SNAPSHOT_BLOCKS]
+                yield BlocksRouted(engine, 0, int(hashes[first - 1]) if first else parent, _packed(part))
+        for key, number in list(self._own.items()):
+            leg = self._model.leg(key)
+            engine = None if leg is None else keys.get(leg.decision.chosen)
+            if leg is not None and engine is not None:
+                yield _began(number, engine, leg)
+
+    # those of siblings
+
+    def apply(self, sibling: Sibling, entry: Entry) -> None:
+        """Applies an entry of a sibling, if it is one of a prefill leg or of blocks.
+
+        Raises:
+            ValueError: the entry says what cannot be.
+        """
+        if isinstance(entry, PrefillBegan):
+            self._begin(sibling.id, entry)
+        elif isinstance(entry, PrefillEnded):
+            self._end(sibling.id, entry)
+        elif isinstance(entry, PromptComputed):
+            member = self._legs.get(sibling.id, {}).get(entry.leg)
+            if member is not None:
+                self._model.prompt_computed((sibling.id, entry.leg), member)
+        elif isinstance(entry, BlocksRouted):
+            member = self._names.members.get(entry.engine)
+            if member is not None:
+                parent = 0 if entry.held_blocks else entry.parent
+                self._model.record_routed(member.instance, self._hashes(entry), parent)
+
+    def forget_legs(self, sibling: Sibling) -> None:
+        """Ends all legs of a sibling: nothing is learnt from them."""
+        for leg, member in self._legs.pop(sibling.id, {}).items():
+            self._model.end_leg((sibling.id, leg), member, is_own=False)
+
+    def _begin(self, sibling: int, entry: PrefillBegan) -> None:
+        member = self._names.members.get(entry.engine)
+        legs = self._legs.setdefault(sibling, {})
+        if member is None or entry.leg in legs or len(legs) >= _MOST_LEGS:
+            return
+        instance = member.instance
+        fetched = entry.fetched_tokens
+        expected = TTFTEstimate(
+            0.0,
+            _seconds(entry.fetch_s),
+            _seconds(entry.compute_s),
+            entry.cached_tokens,
+            fetched,
+            max(1, entry.prompt_tokens - entry.cached_tokens - fetched),
+        )
+        decision = RoutingDecision(instance, entry.prompt_tokens, expected, (), {})
+        store = SharedStore(instance.store) if fetched and instance.store is not None else None
+        reach = FetchableTokens(entry.cached_tokens + fetched if store else 0, store)
+        hashes = self._hashes(entry) if entry.hashes or entry.held_blocks else None
+        self._model.begin_leg((sibling, entry.leg), member, PrefillLeg(decision, hashes, reach))
+        legs[entry.leg] = member
+
+    def _end(self, sibling: int, entry: PrefillEnded) -> None:
+        member = self._legs.get(sibling, {}).pop(entry.leg, None)
+        if member is None:
+            return
+        key = (sibling, entry.leg)
+        leg = self._model.leg(key)
+        if leg is not None:
+            leg.answered, leg.prompt_tokens, leg.cached = entry.answered, entry.prompt_tokens, entry.cached_tokens
+        self._model.end_leg(key, member, is_own=False)
+
+    def _hashes(self, entry: PrefillBegan | BlocksRouted) -> BlockHashes:
+        """Returns the blocks of an entry, behind those in front of them that are known here."""
+        hashes = np.frombuffer(entry.hashes, "<u8").astype(np.uint64, copy=False)
+        if not entry.parent or not entry.held_blocks:
+            return hashes
+        front = self._model.chain_to(entry.parent, entry.held_blocks)
+        return np.concatenate((front, hashes))
+
+
+def _began(number: int, engine: int, leg: PrefillLeg) -> PrefillBegan:
+    expected, hashes = leg.decision.expected, leg.hashes
+    held = 0 if leg.routed is None else len(leg.routed.used)
+    return PrefillBegan(
+        number,
+        engine,
+        leg.decision.prompt_tokens,
+        expected.compute_s,
+        expected.fetch_s,
+        expected.cached_tokens,
+        expected.fetched_tokens,
+        held,
+        int(hashes[held - 1]) if held and hashes is not None else 0,
+        b"" if hashes is None else _packed(hashes[held:]),
+    )
+
+
+def _packed(hashes: BlockHashes) -> bytes:
+    return hashes.astype("<u8", copy=False).tobytes()
+
+
+def _seconds(value: float) -> float:
+    """Returns a duration that is a number, from 0 to an hour."""
+    return min(value, 3600.0) if value > 0 else 0.0

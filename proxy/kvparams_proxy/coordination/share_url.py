@@ -1,0 +1,61 @@
+"""The URL of `--share`: where the proxies of a site find each other.
+
+valkey://host:6379?prefix=site-a        a Valkey server; valkeys:// speaks TLS
+"""
+
+from typing import Final, NamedTuple
+from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from kvparams.settings_model import did_you_mean
+
+__all__ = ["DEFAULT_PREFIX", "ShareURL", "parse_share_url"]
+
+DEFAULT_PREFIX: Final = "kvparams"
+_SCHEMES: Final = ("valkey", "valkeys")
+_MAX_PREFIX: Final = 128
+_MAX_PORT: Final = 65535
+
+
+class ShareURL(NamedTuple):
+    """A checked URL."""
+
+    server: str
+    """The URL of the server, which may hold a password."""
+    prefix: str
+    """The name of the site; everything on the server begins with it."""
+
+    def __str__(self) -> str:
+        """Returns the URL without user and password."""
+        parts = urlsplit(self.server)
+        host = parts.hostname or ""
+        place = f"[{host}]" if ":" in host else host
+        if parts.port is not None:
+            place += f":{parts.port}"
+        return urlunsplit((parts.scheme, place, parts.path, urlencode({"prefix": self.prefix}), ""))
+
+
+def parse_share_url(text: str) -> ShareURL:
+    """Parses the URL.
+
+    Raises:
+        ValueError: what is wrong and what to write instead; never a password.
+    """
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise ValueError("must be a URL such as valkey://host:6379?prefix=site-a") from None
+    if parts.scheme not in _SCHEMES:
+        hint = "; redis:// is written valkey:// here" if parts.scheme.startswith("redis") else ""
+        raise ValueError(f"must begin with valkey:// or valkeys://{hint}")
+    if not parts.hostname or port == 0 or parts.fragment:
+        raise ValueError("must name a host and a port, such as valkey://host:6379?prefix=site-a")
+    if parts.path.strip("/") and not parts.path.strip("/").isdecimal():
+        raise ValueError("the path may only be the number of a database, such as valkey://host:6379/0")
+    settings = dict(parse_qsl(parts.query, keep_blank_values=True))
+    prefix = settings.pop("prefix", DEFAULT_PREFIX)
+    for name in settings:
+        raise ValueError(f"{name!r} is no setting of it{did_you_mean(name, ['prefix'])}: it has `prefix`")
+    if not 1 <= len(prefix) <= _MAX_PREFIX or not prefix.isascii() or not prefix.isprintable() or " " in prefix:
+        raise ValueError(f"prefix must have 1 to {_MAX_PREFIX} visible ASCII characters")
+    return ShareURL(urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")), prefix)

@@ -1,0 +1,165 @@
+"""Carries messages between the proxies of a site over the publish/subscribe channels of a Valkey server.
+
+Requests never wait for the server. A task sends what stands in a bounded queue, another one receives; each connects
+again whenever its connection is lost. The proxy hears its own messages, too: as long as it does, the way there and back
+works, and a server that is stopped or does not answer is noticed within `_SILENCE_S`.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from contextlib import suppress
+from typing import Any, Final
+
+from valkey.asyncio import Valkey
+from valkey.exceptions import ValkeyError
+
+from kvparams.replication.messages import MAX_MESSAGE_BYTES, sender_of
+from kvparams_proxy.coordination.share_url import ShareURL
+from kvparams_proxy.coordination.transport import MessageReceiver
+
+__all__ = ["ValkeyTransport"]
+
+_QUEUE_BYTES: Final = 4 << 20
+"""What waits to be sent; what was queued first is lost first."""
+_BATCH: Final = 64
+"""Messages that are sent together."""
+_SILENCE_S: Final = 2.0
+_CONNECT_S: Final = 2.0
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 2.0
+_MEMBER_TTL_S: Final = 10
+_TURN_S: Final = 0.005
+"""After so long the event loop does something else before the next messages are read."""
+_log: Final = logging.getLogger(__name__)
+
+
+class ValkeyTransport:
+    """A `Transport` over one Valkey server."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, url: ShareURL, own_id: int) -> None:
+        """Creates a transport that is not started. `own_id`: the number of this proxy's exchange."""
+        self._loop = loop
+        self._url = url
+        self._own_id = own_id
+        self._own_channel = f"{url.prefix}:to:{own_id:016x}"
+        self._all_channel = f"{url.prefix}:all"
+        self._queue: deque[tuple[str, bytes]] = deque()
+        self._queued_bytes = 0
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._receive: MessageReceiver | None = None
+        self._heard_own_at: float | None = None
+        self._connections = 0
+        self.lost = 0
+        """Messages that could not be sent."""
+        self.problem = "not connected yet"
+        """Why the last connection ended."""
+
+    @property
+    def is_connected(self) -> bool:
+        """True while this proxy hears its own messages."""
+        return self._heard_own_at is not None and self._loop.time() - self._heard_own_at < _SILENCE_S
+
+    @property
+    def connections(self) -> int:
+        """See `Transport`."""
+        return self._connections
+
+    def start(self, receive: MessageReceiver) -> None:
+        """See `Transport`."""
+        self._receive = receive
+        self._tasks = [
+            self._loop.create_task(self._keep(self._send_queue), name="send to other proxies"),
+            self._loop.create_task(self._keep(self._receive_all), name="receive from other proxies"),
+        ]
+
+    def send(self, message: bytes, receiver: int = 0) -> None:
+        """See `Transport`."""
+        channel = f"{self._url.prefix}:to:{receiver:016x}" if receiver else self._all_channel
+        self._queue.append((channel, message))
+        self._queued_bytes += len(message)
+        while self._queued_bytes > _QUEUE_BYTES:
+            self._queued_bytes -= len(self._queue.popleft()[1])
+            self.lost += 1
+        self._wake.set()
+
+    async def close(self) -> None:
+        """See `Transport`. What is queued is sent if the server takes it at once."""
+        if self.is_connected:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    while self._queue:
+                        await asyncio.sleep(0.005)
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _keep(self, run: Any) -> None:
+        """Runs one side, again and again: each time with a new connection."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            began = self._loop.time()
+            client = Valkey.from_url(
+                self._url.server,
+                socket_connect_timeout=_CONNECT_S,
+                socket_timeout=_SILENCE_S,
+                single_connection_client=True,
+            )
+            try:
+                await run(client)
+            except (ValkeyError, OSError, TimeoutError) as error:
+                self.problem = str(error) or type(error).__name__
+                _log.debug("the server of other proxies: %s", self.problem)
+            finally:
+                with suppress(ValkeyError, OSError, TimeoutError):
+                    await client.aclose()
+            if self._loop.time() - began > _LONGEST_PAUSE_S:
+                pause_s = _FIRST_PAUSE_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _send_queue(self, client: "Valkey[bytes]") -> None:
+        await client.ping()
+        self._connections += 1
+        said_at = -float(_MEMBER_TTL_S)
+        while True:
+            if not self._queue:
+                self._wake.clear()
+                await self._wake.wait()
+            pipe = client.pipeline(transaction=False)
+            for _ in range(min(_BATCH, len(self._queue))):
+                channel, message = self._queue.popleft()
+                self._queued_bytes -= len(message)
+                pipe.publish(channel, message)
+            now = self._loop.time()
+            if now - said_at > _MEMBER_TTL_S / 3:
+                said_at = now
+                pipe.set(f"{self._url.prefix}:member:{self._own_id:016x}", b"1", ex=_MEMBER_TTL_S)
+            await pipe.execute()
+
+    async def _receive_all(self, client: "Valkey[bytes]") -> None:
+        async with client.pubsub(ignore_subscribe_messages=True) as channels:
+            await channels.subscribe(self._all_channel, self._own_channel)
+            self._connections += 1
+            self._heard_own_at = self._loop.time()
+            turn_ends = self._loop.time() + _TURN_S
+            while True:
+                message = await channels.get_message(timeout=_SILENCE_S)
+                now = self._loop.time()
+                if message is not None:
+                    self._take(message["data"], now)
+                if now - self._heard_own_at > _SILENCE_S:
+                    raise TimeoutError("the server does not answer")
+                if now > turn_ends:
+                    await asyncio.sleep(0)
+                    turn_ends = self._loop.time() + _TURN_S
+
+    def _take(self, data: object, now: float) -> None:
+        if not isinstance(data, bytes) or len(data) > MAX_MESSAGE_BYTES or self._receive is None:
+            return
+        if sender_of(data) == self._own_id:
+            self._heard_own_at = now
+        else:
+            self._receive(data)
