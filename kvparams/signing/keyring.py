@@ -83,6 +83,10 @@ class SigningKey:
         """The same key with another end."""
         return SigningKey(self.kid, self._secret, self.not_before, not_after)
 
+    def derive(self, purpose: bytes) -> bytes:
+        """Returns 32 bytes for another purpose than signing, which say nothing of the key."""
+        return hmac.digest(self._secret, purpose, "sha256")
+
     def document(self) -> dict[str, object]:
         """As a file holds it, the secret included."""
         kept: dict[str, object] = {"kid": self.kid, "secret": self._secret.hex(), "not_before": _text(self.not_before)}

@@ -27,6 +27,7 @@ from kvparams_proxy.cli.production_stack_flags import StaticFleet
 from kvparams_proxy.config.fleet_file import FleetFileProvider
 from kvparams_proxy.config.options import OPTIONS, ProxyOptions
 from kvparams_proxy.config.settings import DEFAULT_MODES, Settings, default_spec_rules
+from kvparams_proxy.config.sharing import SharingSettings, share_server
 from kvparams_proxy.config.signing import ReloadingSigner, SigningSettings
 from kvparams_proxy.config.spec_fields import check_addresses, check_connector, check_id, check_label, check_url
 from kvparams_proxy.config.spec_parsing import check_bootstrap_allowed, default_store, parse_spec
@@ -86,6 +87,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     tls = _tls(options, problems)
     _check_keys(options.client_keys, problems)
     signing = _signing(options, problems)
+    sharing = _sharing(options, problems)
     tokenizers = _tokenizers(options, problems)
     entries = (*given, *(() if provider is None else provider.document.entries))
     if not (entries or provider or admin or problems):
@@ -99,6 +101,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         provider=provider,
         admin_token=admin,
         signing=signing,
+        sharing=sharing,
         policy=policy,
         modes_are_fixed=flags.mode is not None,
         tokenizers=tokenizers,
@@ -132,6 +135,7 @@ def _make_settings(
     provider: FleetFileProvider | None,
     admin_token: Secret | None,
     signing: SigningSettings | None,
+    sharing: SharingSettings | None,
     policy: str,
     modes_are_fixed: bool,
     tokenizers: TokenizersByModel,
@@ -149,6 +153,7 @@ def _make_settings(
             admin_token=admin_token,
             client_keys=options.client_keys,
             signing=signing,
+            sharing=sharing,
             policy=policy,
             modes=_modes(options, provider),
             modes_are_fixed=modes_are_fixed,
@@ -353,6 +358,25 @@ def _signing(options: ProxyOptions, problems: ConfigProblems) -> SigningSettings
     except ValueError as error:
         problems.add("--audience", str(error))
     return signing
+
+
+def _sharing(options: ProxyOptions, problems: ConfigProblems) -> SharingSettings | None:
+    keys = options.share_keys or options.sign_with
+    if options.share is None:
+        if options.share_keys is not None:
+            problems.add("--share-keys", "is used with --share URL")
+        return None
+    if find_spec("valkey") is None:
+        problems.add("--share", "needs the client of Valkey: pip install 'kvparams[valkey]'")
+        return None
+    if keys is None:
+        problems.add("--share", "needs keys in common: --share-keys FILE; `kvparams signing-keys create` makes it")
+        return None
+    try:
+        return share_server(options.share, keys)
+    except SigningKeyringError as error:
+        problems.add("--share-keys", str(error))
+        return None
 
 
 def _tokenizers(options: ProxyOptions, problems: ConfigProblems) -> TokenizersByModel:

@@ -16,6 +16,7 @@ from kvparams.routing.managers import factory
 from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams.settings_model import Allowed, SettingsModel, must_be_one_of
 from kvparams_proxy.config.mode_parsing import parse_mode_flag
+from kvparams_proxy.config.share_url import ShareURL, parse_share_url
 from kvparams_proxy.config.spec_fields import FilePath, Switch, check_path, check_printable, rules_of
 from kvparams_proxy.config.spec_parsing import DefaultsSection
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizerChoices, parse_tokenizer_choices
@@ -49,6 +50,12 @@ def _check_mode(value: object) -> ManagerMode:
     if not isinstance(value, str):
         raise ValueError("must be a name, with options behind it where it has any: NAME,OPTION=VALUE")
     return parse_mode_flag(value)
+
+
+def _check_share_url(value: object) -> ShareURL:
+    if not isinstance(value, str):
+        raise ValueError("must be a URL such as valkey://host:6379?prefix=site-a")
+    return parse_share_url(value)
 
 
 def _policies() -> list[str]:
@@ -86,6 +93,7 @@ _Tokenizers = Annotated[
     Flag("[MODEL=]PATH|engine|bytes"),
 ]
 _Switch = Annotated[Switch, Flag("")]
+_ShareURL = Annotated[ShareURL, PlainValidator(_check_share_url), Flag("URL")]
 
 
 class _OptionGroup(SettingsModel):
@@ -225,6 +233,22 @@ class _RoomOptions(_OptionGroup):
     queue_wait: Annotated[_Seconds, _help("for how long one may wait")] = 60.0
 
 
+class _SharingOptions(_OptionGroup):
+    title = "several proxies in front of one fleet"
+
+    share: Annotated[
+        _ShareURL | None,
+        _help(
+            "where the proxies of a site tell each other their load, caches and failures: "
+            "valkey://host:6379?prefix=SITE; no request ever waits for it"
+        ),
+    ] = None
+    share_keys: Annotated[
+        _File | None,
+        _help("the signing keys that these proxies have in common (default: the file of --sign-with)"),
+    ] = None
+
+
 class _SigningOptions(_OptionGroup):
     title = "signed documents, for engines that verify them"
 
@@ -267,6 +291,7 @@ class ProxyOptions(
     _TelemetryOptions,
     _AdminOptions,
     _SigningOptions,
+    _SharingOptions,
     _RoomOptions,
     _LegOptions,
     _ClientOptions,

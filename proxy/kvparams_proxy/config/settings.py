@@ -13,6 +13,7 @@ from kvparams.jsontext.document import JSONLimits
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerLimits
 from kvparams.routing.managers.mode_selector import ManagerMode
+from kvparams_proxy.config.sharing import SharingSettings
 from kvparams_proxy.config.signing import SigningSettings
 from kvparams_proxy.fleet.registry.instance_spec import SpecRules
 from kvparams_proxy.fleet.registry.providers import InstanceProvider
@@ -64,6 +65,8 @@ class Settings:
     """The file of client keys (`kvparams keys`); without one anybody may ask."""
     signing: SigningSettings | None = None
     """Documents are signed, for engines that verify them."""
+    sharing: SharingSettings | None = None
+    """How this proxy shares the fleet with others; without, it is the only one."""
     policy: str = "round_robin"
     """A name in the entry-point group `kvparams.policies`; both roles use it."""
     tokenizers: TokenizersByModel = field(default_factory=dict[str | None, TokenizationMethod])

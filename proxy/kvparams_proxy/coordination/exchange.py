@@ -11,7 +11,6 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from secrets import randbits
 from typing import Final, Protocol, cast
 
 from kvparams.replication.entries import EngineLoad, Entry, decode_entries, encode_entry
@@ -50,6 +49,14 @@ class ExchangeListener(Protocol):
         """Hears that messages of the sibling are lost, or that it has ended: its legs are not known any more."""
         ...
 
+    def check_info(self, sibling: Sibling) -> None:
+        """Hears that a sibling says something else about itself than before."""
+        ...
+
+    def beat(self) -> None:
+        """Hears that a heartbeat is about to be sent."""
+        ...
+
     def loads(self) -> Iterable[EngineLoad]:
         """Returns this proxy's own load: engines without any are left out."""
         ...
@@ -65,6 +72,7 @@ class Exchange:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
+        own_id: int,
         transport: Transport,
         authenticator: MessageAuthenticator,
         listener: ExchangeListener,
@@ -75,13 +83,14 @@ class Exchange:
 
         Args:
             loop: the event loop.
+            own_id: 64 bits, not 0, that no other run of a proxy has.
             transport: what carries messages.
             authenticator: seals and opens them.
             listener: applies entries.
             info: what this proxy says of itself; JSON.
             wall_clock: seconds since 1970.
         """
-        self.id: Final = randbits(63) + 1
+        self.id: Final = own_id
         self.siblings: Final = SiblingTable(self.id, LEASE_S)
         self.refused: Final[Counter[str]] = Counter()
         """Messages that were not believed, by reason."""
@@ -173,6 +182,7 @@ class Exchange:
     def _beat(self) -> None:
         """Says that this proxy lives, and what runs; looks who else does."""
         self._beat_timer = self._loop.call_later(HEARTBEAT_S, self._beat)
+        self._listener.beat()
         self._flush()
         info = json.dumps(self._info()).encode()
         loads = b"".join(map(encode_entry, self._listener.loads()))
@@ -251,7 +261,9 @@ class Exchange:
         info: object = json.loads(bytes(payload[_LENGTH.size : end]))
         if not isinstance(info, dict):
             raise ValueError("a heartbeat says nothing about its sender")
-        sibling.info = cast("dict[str, object]", info)
+        if sibling.info != info:
+            sibling.info = cast("dict[str, object]", info)
+            self._listener.check_info(sibling)
         loads = {
             each.engine: (each.in_flight, each.tokens)
             for each in decode_entries(payload[end:])

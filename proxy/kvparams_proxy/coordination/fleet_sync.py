@@ -1,15 +1,21 @@
 """Joins the exchange to the fleet: what this proxy tells of its engines, and what it believes of what others tell."""
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from secrets import randbits
 from typing import TYPE_CHECKING, Final
 
 from kvparams.replication.entries import EngineFailed, EngineLoad, EngineRestarted, Entry
 from kvparams.replication.messages import MessageAuthenticator
 from kvparams.replication.siblings import Sibling
+from kvparams_proxy.config.share_url import ShareURL
+from kvparams_proxy.config.sharing import SharingSettings
 from kvparams_proxy.coordination.exchange import Exchange
 from kvparams_proxy.coordination.load_sync import EngineNames, LoadSync
 from kvparams_proxy.coordination.transport import Transport
+from kvparams_proxy.coordination.unix_transport import UnixTransport
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
 
@@ -19,6 +25,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FleetSync"]
 
+_UNLIKE: Final = {
+    "policy": "proxy %016x routes by %s and this one by %s: give all proxies of a site the same --policy",
+    "chain": "proxy %016x has other block hashes (%s; here %s), so what it says of caches is not used here: "
+    "give all proxies of a site the same keys",
+}
+_log: Final = logging.getLogger(__name__)
 _LOAD_S: Final = 0.002
 """For so long changes of load are collected."""
 _RESTART_S: Final = 10.0
@@ -33,10 +45,9 @@ class FleetSync:
         loop: asyncio.AbstractEventLoop,
         fleet: Fleet,
         prefixes: "PrefixCacheModel | None",
-        transport: Transport,
-        authenticator: MessageAuthenticator,
+        sharing: SharingSettings,
         info: Mapping[str, object],
-        probe: Callable[[Member], None] = lambda member: None,
+        transport: Transport | None = None,
     ) -> None:
         """Creates it, not started; `fleet` has no members yet.
 
@@ -44,20 +55,27 @@ class FleetSync:
             loop: the event loop.
             fleet: what is shared.
             prefixes: its model of caches, where its policy has one.
-            transport: what carries messages to the other proxies.
-            authenticator: seals and opens them.
+            sharing: where the other proxies are, and the keys in common.
             info: what this proxy says of itself.
-            probe: probes a member at once.
+            transport: what carries messages, if not what `sharing` says.
         """
+        own_id = randbits(63) + 1
+        self._secrets = sharing.secrets
+        self._authenticator = MessageAuthenticator(sharing.site, sharing.secrets())
+        transport = transport or _make_transport(loop, sharing.place, own_id)
         self._loop = loop
         self._fleet = fleet
         self._prefixes = prefixes
-        self._info = info
-        self._probe = probe
+        self._info = dict(info)
+        if prefixes is not None:
+            self._info["chain"] = prefixes.chain_mark
+        self.probe: Callable[[Member], None] = lambda member: None
+        """Probes a member at once."""
+        self._warned: set[tuple[int, str]] = set()
         self._restarts: dict[Member, float] = {}
         """When this proxy saw a member restart last."""
         self._names = EngineNames()
-        self.exchange: Final = Exchange(loop, transport, authenticator, self, self._describe)
+        self.exchange: Final = Exchange(loop, own_id, transport, self._authenticator, self, self._describe)
         self._loads = LoadSync(fleet, self._names, self._publish_loads_soon, self.exchange.siblings.alive)
         self._caches = _prefix_sync(prefixes, self._names, self.exchange.publish)
         fleet.add_listener(self)
@@ -70,6 +88,11 @@ class FleetSync:
     async def close(self) -> None:
         """Ends the sharing."""
         await self.exchange.close()
+
+    def health(self) -> dict[str, object]:
+        """Returns what `/health` says about the other proxies."""
+        exchange = self.exchange
+        return {"reachable": not exchange.is_degraded, "alive": len(exchange.siblings)}
 
     # FleetListener
 
@@ -110,7 +133,7 @@ class FleetSync:
             self._loads.apply(sibling, entry)
         elif isinstance(entry, EngineFailed | EngineRestarted):
             self._apply_event(entry)
-        elif self._caches is not None:
+        elif self._caches is not None and sibling.info.get("chain", self._info.get("chain")) == self._info["chain"]:
             self._caches.apply(sibling, entry)
 
     def apply_loads(self, sibling: Sibling, loads: Mapping[int, tuple[int, int]]) -> None:
@@ -121,6 +144,18 @@ class FleetSync:
         """See `ExchangeListener`."""
         if self._caches is not None:
             self._caches.forget_legs(sibling)
+
+    def check_info(self, sibling: Sibling) -> None:
+        """See `ExchangeListener`."""
+        for name in ("policy", "chain"):
+            theirs, ours = sibling.info.get(name), self._info.get(name)
+            if theirs != ours and (sibling.id, name) not in self._warned:
+                self._warned.add((sibling.id, name))
+                _log.warning(_UNLIKE[name], sibling.id, theirs, ours)
+
+    def beat(self) -> None:
+        """See `ExchangeListener`."""
+        self._authenticator.use_secrets(self._secrets())
 
     def loads(self) -> Iterable[EngineLoad]:
         """See `ExchangeListener`."""
@@ -139,7 +174,7 @@ class FleetSync:
             return
         if isinstance(entry, EngineFailed):
             if not entry.connected:
-                self._probe(member)  # it may be out of that proxy's reach alone
+                self.probe(member)  # it may be out of that proxy's reach alone
             else:
                 self._fleet.record_failure_elsewhere(member, entry.why)
         elif self._loop.time() - self._restarts.get(member, -_RESTART_S) >= _RESTART_S:
@@ -156,6 +191,15 @@ class FleetSync:
     def _describe(self) -> Mapping[str, object]:
         blocks = 0 if self._prefixes is None else self._prefixes.blocks
         return {**self._info, "blocks": blocks, "has_snapshot": self.exchange.has_snapshot}
+
+
+def _make_transport(loop: asyncio.AbstractEventLoop, place: ShareURL | Path, own_id: int) -> Transport:
+    """Makes the transport to a place. The client of a server is imported only where there is one."""
+    if isinstance(place, Path):
+        return UnixTransport(loop, place, own_id)
+    from kvparams_proxy.coordination.valkey_transport import ValkeyTransport
+
+    return ValkeyTransport(loop, place, own_id)
 
 
 def _prefix_sync(

@@ -114,4 +114,4 @@ class LoadSync:
         key = self._names.find_key(member)
         if key is None:
             return None
-        return EngineLoad(key, member.own_in_flight, member.tokens - member.elsewhere_tokens)
+        return EngineLoad(key, member.own_in_flight, member.own_tokens)

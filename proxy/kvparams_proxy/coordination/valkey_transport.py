@@ -8,6 +8,7 @@ works, and a server that is stopped or does not answer is noticed within `_SILEN
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from valkey.asyncio import Valkey
 from valkey.exceptions import ValkeyError
 
 from kvparams.replication.messages import MAX_MESSAGE_BYTES, sender_of
-from kvparams_proxy.coordination.share_url import ShareURL
+from kvparams_proxy.config.share_url import ShareURL
 from kvparams_proxy.coordination.transport import MessageReceiver
 
 __all__ = ["ValkeyTransport"]
@@ -29,6 +30,7 @@ _CONNECT_S: Final = 2.0
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 2.0
 _MEMBER_TTL_S: Final = 10
+_FAREWELL_S: Final = 0.2
 _TURN_S: Final = 0.005
 """After so long the event loop does something else before the next messages are read."""
 _log: Final = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class ValkeyTransport:
         self._queue: deque[tuple[str, bytes]] = deque()
         self._queued_bytes = 0
         self._wake = asyncio.Event()
+        self._sent_all = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._receive: MessageReceiver | None = None
         self._heard_own_at: float | None = None
@@ -78,6 +81,7 @@ class ValkeyTransport:
         """See `Transport`."""
         channel = f"{self._url.prefix}:to:{receiver:016x}" if receiver else self._all_channel
         self._queue.append((channel, message))
+        self._sent_all.clear()
         self._queued_bytes += len(message)
         while self._queued_bytes > _QUEUE_BYTES:
             self._queued_bytes -= len(self._queue.popleft()[1])
@@ -88,15 +92,14 @@ class ValkeyTransport:
         """See `Transport`. What is queued is sent if the server takes it at once."""
         if self.is_connected:
             with suppress(TimeoutError):
-                async with asyncio.timeout(0.2):
-                    while self._queue:
-                        await asyncio.sleep(0.005)
+                async with asyncio.timeout(_FAREWELL_S):
+                    await self._sent_all.wait()
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    async def _keep(self, run: Any) -> None:
+    async def _keep(self, run: Callable[[Any], Awaitable[None]]) -> None:
         """Runs one side, again and again: each time with a new connection."""
         pause_s = _FIRST_PAUSE_S
         while True:
@@ -120,12 +123,13 @@ class ValkeyTransport:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    async def _send_queue(self, client: "Valkey[bytes]") -> None:
+    async def _send_queue(self, client: Any) -> None:
         await client.ping()
         self._connections += 1
         said_at = -float(_MEMBER_TTL_S)
         while True:
             if not self._queue:
+                self._sent_all.set()
                 self._wake.clear()
                 await self._wake.wait()
             pipe = client.pipeline(transaction=False)
@@ -139,14 +143,14 @@ class ValkeyTransport:
                 pipe.set(f"{self._url.prefix}:member:{self._own_id:016x}", b"1", ex=_MEMBER_TTL_S)
             await pipe.execute()
 
-    async def _receive_all(self, client: "Valkey[bytes]") -> None:
+    async def _receive_all(self, client: Any) -> None:
         async with client.pubsub(ignore_subscribe_messages=True) as channels:
             await channels.subscribe(self._all_channel, self._own_channel)
             self._connections += 1
             self._heard_own_at = self._loop.time()
             turn_ends = self._loop.time() + _TURN_S
             while True:
-                message = await channels.get_message(timeout=_SILENCE_S)
+                message: Any = await channels.get_message(timeout=_SILENCE_S)
                 now = self._loop.time()
                 if message is not None:
                     self._take(message["data"], now)

@@ -15,6 +15,7 @@ from kvparams_proxy.fleet.health import RoleHealth, health_by_role
 from kvparams_proxy.fleet.leg_queue import LegWaiter
 
 if TYPE_CHECKING:
+    from kvparams_proxy.fleet.member import Member
     from kvparams_proxy.fleet.routing_decision import RouteExplanation
 
 __all__ = ["Fleet"]
@@ -178,7 +179,7 @@ class Fleet(FleetMembers):
 
     # what other proxies tell
 
-    def set_elsewhere(self, member: Member, in_flight: int, tokens: int) -> None:
+    def set_elsewhere(self, member: "Member", in_flight: int, tokens: int) -> None:
         """Sets the load that all other proxies together have on a member. Waiting legs that fit are granted at once."""
         more = in_flight - member.elsewhere
         member.in_flight += more
@@ -187,16 +188,14 @@ class Fleet(FleetMembers):
         if more < 0:
             self._roles[member.instance.role].room_made()
 
-    def record_failure_elsewhere(self, member: Member, why: str) -> None:
+    def record_failure_elsewhere(self, member: "Member", why: str) -> None:
         """Records that a leg of another proxy failed there."""
         if self._breakers.failed(member):
             wait_s = member.breaker.half_open_at - self._now()
-            self._states.log_member(
-                member, f"legs of another proxy fail ({why}); others get its work for {wait_s:.1f} s"
-            )
+            self._states.log_member(member, f"legs of another proxy fail ({why}); others get work for {wait_s:.1f} s")
             self._changed(member)
 
-    def record_restart_elsewhere(self, member: Member) -> None:
+    def record_restart_elsewhere(self, member: "Member") -> None:
         """Records that another proxy saw this engine restart."""
         if member.was_ever_ready and not member.has_left:
             self._restarted(member)

@@ -85,6 +85,11 @@ class Member:
         return self.in_flight - self.elsewhere
 
     @property
+    def own_tokens(self) -> int:
+        """The prompt tokens of these."""
+        return self.tokens - self.elsewhere_tokens
+
+    @property
     def available(self) -> bool:
         """True if it may be given a leg now, regardless of room."""
         return self.ready and not self.draining and not self.has_left and self.breaker.allows_requests

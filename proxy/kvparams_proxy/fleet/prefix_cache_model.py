@@ -248,6 +248,11 @@ class PrefixCacheModel:
         """Returns a running leg, or None."""
         return self._legs.get(key)
 
+    @property
+    def chain_mark(self) -> str:
+        """Tells models apart whose block hashes differ: by their seed or the size of their blocks."""
+        return self._chain.hashes(bytes(4 * BLOCK_TOKENS), 0).tobytes().hex()
+
     def chain_to(self, hash: int, blocks: int) -> BlockHashes:
         """Returns the hashes of so many blocks of one prompt that end with this one; fewer where they are not known."""
         return self._index.chain_to(hash, blocks)

@@ -9,24 +9,18 @@ probe runs for each member, and none after the member or the prober has gone.
 
 import asyncio
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
-from typing import Final, NamedTuple, Self, cast
-
-from pydantic_core import from_json
+from typing import Final, Self
 
 from kvparams.dialects.interface import BootstrapInfo
-from kvparams.errors import JSONTextError
-from kvparams.jsontext.document import read_object
-from kvparams.jsontext.receivers import AbridgedObjectReceiver, ListReceiver
-from kvparams.jsontext.scanner import UNLIMITED
-from kvparams.versions import NoCommonVersion, negotiate_with_engine
 from kvparams_proxy.event_loop.clock import Clock, ClockTimer, MonotonicClock
 from kvparams_proxy.event_loop.step_runner import StepRunner, StepTask
 from kvparams_proxy.fleet.bootstrap_servers import BootstrapServers
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.probe_answers import ProbeResult, interpret_answer, parse_answer, parse_long_answer
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.upstream.interface import ExchangeHandle
 from kvparams_proxy.upstream.types import (
@@ -51,25 +45,8 @@ _MAX_BYTES: Final = 1 << 20
 """Of an engine's list of models: some thousand adapters."""
 _AT_ONCE_BYTES: Final = 16 << 10
 """A longer answer is read in steps."""
-_MOST_MODELS: Final = 10_000
 _log: Final = logging.getLogger(__name__)
 _PATH: Final = b"/v1/models"
-_UNAUTHORIZED: Final = (401, 403)
-
-
-class _ProbeResult(NamedTuple):
-    """The result of a probe."""
-
-    ready: bool
-    why: str
-    """The evidence, for the log."""
-    models: frozenset[str] | None
-    version: str | None = None
-    """The version that both sides speak, where the engine says."""
-    base: str | None = None
-    """The first model that is no adapter."""
-    answers: bool = False
-    """Whether the engine answers as one should, and is given no work all the same."""
 
 
 class Prober:
@@ -143,6 +120,12 @@ class Prober:
         probe = self._probes.pop(member, None)
         if probe is not None:
             probe.end()
+
+    def probe_now(self, member: Member) -> None:
+        """Probes a member at once, unless it is being probed."""
+        probe = self._probes.get(member)
+        if probe is not None:
+            probe.ask_now()
 
     def _probe(self, member: Member, loop: asyncio.AbstractEventLoop) -> "_MemberProbe":
         steps = self._steps = self._steps or StepRunner(loop)
@@ -234,6 +217,13 @@ class _MemberProbe:
         else:
             self._ask()
 
+    def ask_now(self) -> None:
+        """Sends the next probe at once, unless one is under way."""
+        if self._exchange is None and self._reading is None:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._ask()
+
     def end(self) -> None:
         """Ends the probes."""
         if self._timer is not None:
@@ -267,10 +257,10 @@ class _MemberProbe:
         if error is not None or head.status != 200:
             self._read(head, error, None)
         elif len(raw) <= _AT_ONCE_BYTES:
-            self._read(head, None, _document(raw))
+            self._read(head, None, parse_answer(raw))
         else:
             read, failed = partial(self._read, head, None), self._unreadable
-            self._reading = self._steps.run(_long_document(raw), read, failed, at_once=False)
+            self._reading = self._steps.run(parse_long_answer(raw), read, failed, at_once=False)
 
     def _unreadable(self, error: Exception) -> None:
         _log.error("the answer to a probe could not be read", exc_info=error)
@@ -279,19 +269,19 @@ class _MemberProbe:
     def _read(self, head: ResponseHead, error: UpstreamError | None, document: Mapping[str, object] | None) -> None:
         """Acts on the answer to a probe; `document` is what it says, None where it is not JSON."""
         self._reading = None
-        said = _said(head, document, error, self._member, self._keyed)
+        said = interpret_answer(head, document, error, self._member, self._keyed)
         if said.ready and self._bootstrap is not None:  # within the same time
             self._exchange = self._bootstrap.query(partial(self._placed, said))
             return
         self._learn(said)
 
-    def _placed(self, said: _ProbeResult, place: BootstrapInfo | None, why: str) -> None:
+    def _placed(self, said: ProbeResult, place: BootstrapInfo | None, why: str) -> None:
         self._exchange = None
         if place is None:
             said = said._replace(ready=False, why=why, answers=True)
         self._learn(said, place)
 
-    def _learn(self, said: _ProbeResult, place: BootstrapInfo | None = None) -> None:
+    def _learn(self, said: ProbeResult, place: BootstrapInfo | None = None) -> None:
         ready, why, models, version, base, answers = said
         self._fleet.record_probe(self._member, ready, models, place, version, base, why=why, answers=answers)
         self._over()
@@ -322,75 +312,3 @@ class _MemberProbe:
             self._wait()
         else:
             self._ask()
-
-
-def _document(raw: bytes) -> Mapping[str, object] | None:
-    """Parses a short response to an object, empty for another JSON value. Returns None where it is not JSON."""
-    try:
-        document: object = from_json(raw)
-    except ValueError:
-        return None
-    return cast("dict[str, object]", document) if isinstance(document, dict) else {}
-
-
-def _long_document(raw: bytes) -> Generator[None, None, Mapping[str, object] | None]:
-    """Parses a long response in steps, and keeps only the names of its models."""
-    models = _ModelsReceiver()
-    receiver = AbridgedObjectReceiver(special={"data": models})
-    try:
-        yield from read_object(raw, receiver, UNLIMITED, strict=False)
-    except JSONTextError:
-        return None
-    return receiver.document
-
-
-class _ModelsReceiver(ListReceiver):
-    """Receives a long list of models."""
-
-    __slots__ = ()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stand_in.clear()
-
-    def on_values(self, values: list[object]) -> None:
-        """See `Receiver.on_values`."""
-        for value in values[: _MOST_MODELS - len(self.stand_in)]:
-            if isinstance(value, dict):
-                model = cast("dict[str, object]", value)
-                self.stand_in.append({"id": model.get("id"), "parent": model.get("parent")})
-
-
-def _said(
-    head: ResponseHead, document: Mapping[str, object] | None, error: UpstreamError | None, member: Member, keyed: bool
-) -> _ProbeResult:
-    """Interprets the response to a probe.
-
-    `document` is None where it is not JSON. `keyed`: the proxy has a key for the engine, so a refusal means that the
-    key is wrong; without one clients may bring their own.
-    """
-    known = member.models
-    if error is not None:
-        return _ProbeResult(False, error.reason, known)
-    if keyed and head.status in _UNAUTHORIZED:
-        return _ProbeResult(False, f"it refuses the proxy's credentials ({head.status})", known, answers=True)
-    if head.status >= 500:
-        return _ProbeResult(False, f"a probe was answered {head.status}", known)
-    if head.status != 200:  # somebody is there, who does not say
-        return _ProbeResult(True, f"a probe was answered {head.status}", known)
-    if document is None:
-        return _ProbeResult(False, "the answer to a probe is not JSON", known)
-    models, base = _models(document.get("data"))
-    try:
-        version = negotiate_with_engine(document)
-    except NoCommonVersion as none:
-        return _ProbeResult(False, str(none), known, answers=True)
-    return _ProbeResult(True, "it answers probes", models, version, base)
-
-
-def _models(data: object) -> tuple[frozenset[str] | None, str | None]:
-    if not isinstance(data, list):
-        return None, None
-    entries = [cast("dict[str, object]", e) for e in cast("list[object]", data)[:_MOST_MODELS] if isinstance(e, dict)]
-    named = [(name, entry.get("parent")) for entry in entries if isinstance(name := entry.get("id"), str)]
-    return frozenset(name for name, _ in named), next((name for name, parent in named if name and not parent), None)

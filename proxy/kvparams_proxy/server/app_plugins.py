@@ -12,6 +12,7 @@ from kvparams.instances import SchedulingPolicy
 from kvparams.routing.handoff_verifier import HandoffVerifier
 from kvparams.signing.signer import Signer
 from kvparams_proxy.config.settings import Settings, known_dialects
+from kvparams_proxy.config.sharing import SharingSettings
 from kvparams_proxy.config.signing import ReloadingSigner
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.requests.authentication import APIKeyAuthenticator
@@ -56,7 +57,7 @@ def load_app_plugins(settings: Settings) -> AppPlugins:
         signer=signer,
         modes=ActiveModes(settings.modes, signer),
         make_span_exporter=_span_exporter_factory(settings.trace),
-        make_prefix_cache=_prefix_cache_factory(policy),
+        make_prefix_cache=_prefix_cache_factory(policy, settings.sharing),
     )
 
 
@@ -72,7 +73,9 @@ def _span_exporter_factory(ratio: float | None) -> Callable[[], "RequestSpanExpo
     return RequestSpanExporter
 
 
-def _prefix_cache_factory(policy: type[SchedulingPolicy]) -> "Callable[[Callable[[], float]], PrefixCacheModel | None]":
+def _prefix_cache_factory(
+    policy: type[SchedulingPolicy], sharing: SharingSettings | None
+) -> "Callable[[Callable[[], float]], PrefixCacheModel | None]":
     """Returns what makes the model of caches. numpy is imported only where the policy looks at them."""
     if not getattr(policy, "uses_prefixes", False):
         return lambda now: None
@@ -81,4 +84,4 @@ def _prefix_cache_factory(policy: type[SchedulingPolicy]) -> "Callable[[Callable
     except ImportError as error:
         message = f"this policy needs more than is installed ({error}): pip install 'kvparams[proxy,index]'"
         raise PluginError(message) from error
-    return lambda now: PrefixCacheModel(now, randbits(64))
+    return lambda now: PrefixCacheModel(now, randbits(64) if sharing is None else sharing.seed())

@@ -19,8 +19,10 @@ from starlette.applications import Starlette
 from kvparams.instances import Instance, Role
 from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams.routing.retries import RetryBudget
+from kvparams.version import __version__
 from kvparams_proxy.config.settings import DEFAULT_MODES, Settings
 from kvparams_proxy.config.signing import ReloadingSigner
+from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.event_loop.clock import StallAwareClock
 from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.event_loop.step_runner import StepRunner
@@ -45,6 +47,7 @@ from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
 from kvparams_proxy.server.draining import DrainState
 from kvparams_proxy.server.memory_trimmer import MemoryTrimmer
 from kvparams_proxy.server.request_handler import RequestHandler
+from kvparams_proxy.telemetry.exchange_gauges import ExchangeGauges
 from kvparams_proxy.telemetry.exposition import MetricsExposition
 from kvparams_proxy.telemetry.kv_event_gauges import KVEventGauges
 from kvparams_proxy.telemetry.loop_lag import LoopLag
@@ -99,6 +102,7 @@ class _AppParts(NamedTuple):
     kv_releaser: KVReleaser
     bodies: BodyBudget
     exposition: MetricsExposition
+    sync: FleetSync | None
 
 
 @asynccontextmanager
@@ -126,6 +130,7 @@ async def app_lifespan(
             "exposition": parts.exposition,
             "keys": plugins.keys,
             "draining": DrainState(),
+            "sync": parts.sync,
             DIRECT_ENDPOINTS_KEY: {path.encode(): endpoint for path, endpoint in generate.items()},
         }
 
@@ -139,6 +144,7 @@ def _open_parts(
     stack.callback(clock.close)
     prefixes = plugins.make_prefix_cache(loop.time)
     fleet = _make_fleet(loop, settings, plugins, prefixes)
+    sync = _open_sync(stack, loop, settings, fleet, prefixes)
     registry = Registry(fleet, settings.spec_rules, settings.local_id, partial(_switch_modes, settings, plugins.modes))
     pools = UpstreamPools(partial(_make_upstream, reach, registry, settings.upstream_limits, clock))
     fleet.add_listener(pools)
@@ -160,6 +166,7 @@ def _open_parts(
         *(() if prefixes is None else (PrefixCacheGauges(prefixes),)),
         *(() if events is None else (KVEventGauges(events),)),
         *(() if tokens is None else (PromptGauges(tokens),)),
+        *(() if sync is None else (ExchangeGauges(sync.exchange),)),
     )
     stack.callback(LoopLag(loop, metrics.loop_lag).close)
     stack.callback(pools.close)
@@ -179,6 +186,7 @@ def _open_parts(
         kv_releaser=releaser,
         bodies=bodies,
         exposition=exposition,
+        sync=sync,
     )
 
 
@@ -199,6 +207,21 @@ def _make_fleet(
     )
     plugins.modes.set_change_listener(fleet.set_needed_roles)
     return fleet
+
+
+def _open_sync(
+    stack: AsyncExitStack,
+    loop: asyncio.AbstractEventLoop,
+    settings: Settings,
+    fleet: Fleet,
+    prefixes: "PrefixCacheModel | None",
+) -> FleetSync | None:
+    """Makes what shares the fleet with other proxies, where there are any."""
+    if settings.sharing is None:
+        return None
+    sync = FleetSync(loop, fleet, prefixes, settings.sharing, {"version": __version__, "policy": settings.policy})
+    stack.push_async_callback(sync.close)
+    return sync
 
 
 def _open_telemetry(
@@ -249,6 +272,9 @@ async def _start_tasks(stack: AsyncExitStack, settings: Settings, plugins: AppPl
     bootstraps = BootstrapServers(plugins.dialects, settings.upstream_limits, parts.clock)
     prober = Prober(parts.fleet, settings.probe_interval_s, parts.pools, bootstraps, parts.clock, parts.step_runner)
     await stack.enter_async_context(prober)
+    if parts.sync is not None:
+        parts.sync.probe = prober.probe_now
+        parts.sync.start()
     await stack.enter_async_context(_reload_on_change(plugins.keys, "client keys"))
     await stack.enter_async_context(_reload_on_change(plugins.signing, "signing keys"))
 

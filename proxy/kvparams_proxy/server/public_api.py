@@ -9,6 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvparams.instances import Role
+from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.fleet import Fleet
@@ -55,7 +56,8 @@ async def _health(request: Request) -> Response:
 
     200 "ok": of every needed role at least one engine does what it should.
     200 "degraded": of the roles in `degraded_roles` every engine that answers probes has failed legs lately. Requests
-    are still given to these engines, so this proxy should still get requests: other proxies know no better.
+    are still given to these engines, so this proxy should still get requests: other proxies know no better. Likewise
+    where `other_proxies` cannot be reached: this one goes on with what it knows.
     503 "draining": the proxy is about to stop.
     503 "unavailable": no engine of the roles in `missing_roles` can be given work, or (`unpaired`) none of the prefill
     and decode engines that can be given work may be paired.
@@ -72,7 +74,9 @@ async def _health(request: Request) -> Response:
     split = asked is None and fleet.needed >= {Role.PREFILL, Role.DECODE}
     unpaired = split and not missing and not has_usable_pair(fleet.members)
     unavailable = bool(missing or unpaired)
-    status = HealthStatus.DEGRADED if degraded else HealthStatus.OK
+    sync: FleetSync | None = request.state.sync
+    is_alone = sync is not None and sync.exchange.is_degraded
+    status = HealthStatus.DEGRADED if degraded or is_alone else HealthStatus.OK
     body: dict[str, object] = {"status": HealthStatus.UNAVAILABLE if unavailable else status}
     if missing:
         body["missing_roles"] = missing
@@ -80,6 +84,8 @@ async def _health(request: Request) -> Response:
         body["degraded_roles"] = degraded
     if unpaired:
         body["unpaired"] = True
+    if sync is not None:
+        body["other_proxies"] = sync.health()
     body["roles"] = {role: health._asdict() for role, health in roles.items()}
     return Response(json.dumps(body), 503 if unavailable else 200, media_type="application/json")
 

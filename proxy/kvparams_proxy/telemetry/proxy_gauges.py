@@ -127,7 +127,7 @@ class ProxyGauges(Collector):
             (
                 "tokens_in_flight",
                 "Prompt tokens of legs running now.",
-                lambda member: member.tokens - member.elsewhere_tokens,
+                lambda member: member.own_tokens,
             ),
             (
                 "leases",

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
 
-from tests.system.simulation.virtual_loop import VirtualLoop
+from tests.support.virtual_loop import VirtualLoop
 
 __all__ = ["Network", "Peer", "Server", "Socket"]
 

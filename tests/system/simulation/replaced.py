@@ -20,7 +20,7 @@ from kvparams_proxy.server import lifespan
 from kvparams_proxy.telemetry import request_log as proxy_journal
 from kvparams_proxy.upstream import connection_pool as proxy_pool
 from kvparams_proxy.upstream.connection import UpstreamConnection
-from tests.system.simulation.virtual_loop import VirtualLoop
+from tests.support.virtual_loop import VirtualLoop
 
 __all__ = ["Budget", "Lines", "prepare"]
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.system.simulation.network import Network, Socket
-from tests.system.simulation.virtual_loop import Stuck, VirtualLoop
+from tests.support.virtual_loop import Stuck, VirtualLoop
 
 
 class _Protocol(asyncio.Protocol):

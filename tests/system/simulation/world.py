@@ -43,7 +43,7 @@ from tests.system.simulation.network import Network, Socket
 from tests.system.simulation.nodes import POOL, PREFILL, Nodes
 from tests.system.simulation.replaced import Budget
 from tests.system.simulation.scenario import MODES, Operation, Scenario, Stop, draw
-from tests.system.simulation.virtual_loop import Listener, Stuck, VirtualLoop
+from tests.support.virtual_loop import Listener, Stuck, VirtualLoop
 
 __all__ = ["Run", "World", "run"]
 

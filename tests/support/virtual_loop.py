@@ -1,6 +1,6 @@
 """An event loop whose clock jumps to the next timer: a run takes the time of its callbacks alone, and repeats.
 
-It offers what the proxy uses of asyncio, nothing else. The one rule: a callback runs in the order in which it became
+It offers what the proxy uses of asyncio, nothing else. A callback runs in the order in which it became
 due; what raises in one is kept, never swallowed.
 """
 

@@ -1,0 +1,72 @@
+"""How a proxy shares its fleet with other proxies: where they meet, and the keys that they have in common."""
+
+import logging
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from kvparams.signing.keyring import SigningKeyring, SigningKeyringError
+from kvparams.signing.keyring_file import WatchedKeyring
+from kvparams_proxy.config.share_url import ShareURL
+
+__all__ = ["EXCHANGE_KEY_FILE", "SharingSettings", "share_directory", "share_server"]
+
+EXCHANGE_KEY_FILE: Final = "exchange.key"
+"""In the directory of a supervisor: 32 random bytes."""
+_PURPOSE: Final = b"kvparams replication\n"
+_log: Final = logging.getLogger(__name__)
+
+
+class SharingSettings(NamedTuple):
+    """The proxies of one site."""
+
+    place: ShareURL | Path
+    """A server, or the private directory of the workers of one supervisor."""
+    secrets: Callable[[], Sequence[bytes]]
+    """Returns the keys that are believed now; the first one seals. Called again and again."""
+
+    @property
+    def site(self) -> str:
+        """The name of the site, which is the same for all of its proxies."""
+        return self.place.prefix if isinstance(self.place, ShareURL) else "workers"
+
+    def seed(self) -> int:
+        """Returns 64 bits that the proxies of the site share and clients do not know, for block hashes.
+
+        They come from the oldest key, so that a key that is added changes nothing.
+        """
+        return int.from_bytes(sha256(b"kvparams block hashes\n" + self.secrets()[-1]).digest()[:8], "little")
+
+
+def share_server(url: ShareURL, keys_file: Path) -> SharingSettings:
+    """Returns the settings of proxies that meet on a server. The file of signing keys may change at any time.
+
+    Raises:
+        SigningKeyringError: it cannot be used.
+    """
+    watched = WatchedKeyring(keys_file)
+
+    def secrets() -> Sequence[bytes]:
+        try:
+            watched.reload_if_changed()
+        except SigningKeyringError as error:
+            _log.error("%s; the keys between proxies stay as they were", error)
+        return _secrets(watched.keyring)
+
+    return SharingSettings(url, secrets)
+
+
+def share_directory(directory: Path) -> SharingSettings:
+    """Returns the settings of the workers of one supervisor, which has written their key.
+
+    Raises:
+        OSError: there is none.
+    """
+    secret = (directory / EXCHANGE_KEY_FILE).read_bytes()
+    return SharingSettings(directory, lambda: (secret,))
+
+
+def _secrets(keyring: SigningKeyring) -> Sequence[bytes]:
+    keys = sorted(keyring, key=lambda key: (key.not_before, key.kid), reverse=True)
+    return [key.derive(_PURPOSE) for key in keys]

@@ -1,0 +1,106 @@
+"""Reads the answers to probes: which models an engine serves, and which version of the protocol it speaks."""
+
+from collections.abc import Generator, Mapping
+from typing import Final, NamedTuple, cast
+
+from pydantic_core import from_json
+
+from kvparams.errors import JSONTextError
+from kvparams.jsontext.document import read_object
+from kvparams.jsontext.receivers import AbridgedObjectReceiver, ListReceiver
+from kvparams.jsontext.scanner import UNLIMITED
+from kvparams.versions import NoCommonVersion, negotiate_with_engine
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.upstream.types import ResponseHead, UpstreamError
+
+__all__ = ["ProbeResult", "interpret_answer", "parse_answer", "parse_long_answer"]
+
+_MOST_MODELS: Final = 10_000
+_UNAUTHORIZED: Final = (401, 403)
+
+
+class ProbeResult(NamedTuple):
+    """The result of a probe."""
+
+    ready: bool
+    why: str
+    """The evidence, for the log."""
+    models: frozenset[str] | None
+    version: str | None = None
+    """The version that both sides speak, where the engine says."""
+    base: str | None = None
+    """The first model that is no adapter."""
+    answers: bool = False
+    """Whether the engine answers as one should, and is given no work all the same."""
+
+
+def parse_answer(raw: bytes) -> Mapping[str, object] | None:
+    """Parses a short response to an object, empty for another JSON value. Returns None where it is not JSON."""
+    try:
+        document: object = from_json(raw)
+    except ValueError:
+        return None
+    return cast("dict[str, object]", document) if isinstance(document, dict) else {}
+
+
+def parse_long_answer(raw: bytes) -> Generator[None, None, Mapping[str, object] | None]:
+    """Parses a long response in steps, and keeps only the names of its models."""
+    models = _ModelsReceiver()
+    receiver = AbridgedObjectReceiver(special={"data": models})
+    try:
+        yield from read_object(raw, receiver, UNLIMITED, strict=False)
+    except JSONTextError:
+        return None
+    return receiver.document
+
+
+class _ModelsReceiver(ListReceiver):
+    """Receives a long list of models."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stand_in.clear()
+
+    def on_values(self, values: list[object]) -> None:
+        """See `Receiver.on_values`."""
+        for value in values[: _MOST_MODELS - len(self.stand_in)]:
+            if isinstance(value, dict):
+                model = cast("dict[str, object]", value)
+                self.stand_in.append({"id": model.get("id"), "parent": model.get("parent")})
+
+
+def interpret_answer(
+    head: ResponseHead, document: Mapping[str, object] | None, error: UpstreamError | None, member: Member, keyed: bool
+) -> ProbeResult:
+    """Interprets the response to a probe.
+
+    `document` is None where it is not JSON. `keyed`: the proxy has a key for the engine, so a refusal means that the
+    key is wrong; without one clients may bring their own.
+    """
+    known = member.models
+    if error is not None:
+        return ProbeResult(False, error.reason, known)
+    if keyed and head.status in _UNAUTHORIZED:
+        return ProbeResult(False, f"it refuses the proxy's credentials ({head.status})", known, answers=True)
+    if head.status >= 500:
+        return ProbeResult(False, f"a probe was answered {head.status}", known)
+    if head.status != 200:  # somebody is there, who does not say
+        return ProbeResult(True, f"a probe was answered {head.status}", known)
+    if document is None:
+        return ProbeResult(False, "the answer to a probe is not JSON", known)
+    models, base = _models(document.get("data"))
+    try:
+        version = negotiate_with_engine(document)
+    except NoCommonVersion as none:
+        return ProbeResult(False, str(none), known, answers=True)
+    return ProbeResult(True, "it answers probes", models, version, base)
+
+
+def _models(data: object) -> tuple[frozenset[str] | None, str | None]:
+    if not isinstance(data, list):
+        return None, None
+    entries = [cast("dict[str, object]", e) for e in cast("list[object]", data)[:_MOST_MODELS] if isinstance(e, dict)]
+    named = [(name, entry.get("parent")) for entry in entries if isinstance(name := entry.get("id"), str)]
+    return frozenset(name for name, _ in named), next((name for name, parent in named if name and not parent), None)
