@@ -35,8 +35,8 @@ def _rows(name: str, trace: Sequence[Request], world: World, load: float, counts
             first = first or (mean, p99, hits)
             each = router.sent_bytes / len(trace)
             print(
-                f"| {name} | {count} | {sharing} | {mean:.3f} | {mean / first[0]:.2f} | {p99:.2f} | {p99 / first[1]:.2f} "
-                f"| {hits:.3f} | {hits / first[2]:.3f} | {each:.0f} |",
+                f"| {name} | {count} | {sharing} | {mean:.3f} | {mean / first[0]:.2f} "
+                f"| {p99:.2f} | {p99 / first[1]:.2f} | {hits:.3f} | {hits / max(first[2], 1e-9):.3f} | {each:.0f} |",
                 flush=True,
             )
 

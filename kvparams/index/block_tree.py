@@ -25,6 +25,8 @@ _AT_ONCE: Final = 1024
 """Blocks looked up together; what lies behind a gap is not looked up."""
 _ROW: Final = 256
 _SHORT: Final = 16
+_PIECE: Final = 4000
+"""Blocks of `contents` at a time."""
 
 
 class BlockTree:
@@ -101,10 +103,6 @@ class BlockTree:
         numbers = self.find(hashes)
         return self._epochs.take(numbers) * (numbers != 0)
 
-    def hashes_of(self, first: int, end: int) -> BlockHashes:
-        """Returns the hashes of the nodes with these numbers; 0 stands for no node."""
-        return self._hashes[first:end].copy()
-
     def chain_to(self, hash: int, blocks: int) -> BlockHashes:
         """Returns the hashes of at most so many nodes, each in front of the next, up to the node of this block."""
         pieces: list[BlockHashes] = []
@@ -120,20 +118,6 @@ class BlockTree:
             number = int(self._parents_at[first])
         pieces.reverse()
         return np.concatenate(pieces) if pieces else np.empty(0, np.uint64)
-
-    def rows(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the rows of nodes in a range of numbers: start, end, and the node in front.
-
-        A row is a run in which each node follows the one before and has the same holders.
-        """
-        numbers = np.arange(first, end)
-        alive = self._hashes[first:end] != 0
-        parents, sets = self._parents[first:end], self.sets[first:end]
-        begins = alive.copy()
-        begins[1:] &= (parents[1:] != numbers[:-1]) | (sets[1:] != sets[:-1])
-        ends = np.append(begins[1:] | ~alive[1:], True) & alive
-        for start, last in zip(numbers[begins].tolist(), numbers[ends].tolist(), strict=True):
-            yield start, last + 1, int(parents[start - first])
 
     def leading(self, hashes: BlockHashes) -> Iterator[NodeNumbers]:
         """The sets of the nodes of these blocks, up to the first that is not there, in pieces, none of them empty.
@@ -197,6 +181,46 @@ class BlockTree:
         self._kids[fronts] += 1
         self._epochs[made] = self.epoch
         self._queue_leaves(made)
+
+    def add_forest(self, hashes: BlockHashes, parents: BlockHashes) -> NodeNumbers:
+        """Make nodes for blocks of any prompts, as many of the first ones as there is room for.
+
+        Args:
+            hashes: the blocks, each once.
+            parents: for each the hash of the block in front of it; 0 where there is none. One that is not known counts
+                as none.
+
+        Returns:
+            Their nodes, those that were there before included; fewer than hashes where there is no room.
+        """
+        numbers = self.find(hashes)
+        missing = (numbers == 0).nonzero()[0]
+        room = self._capacity - len(self)
+        if len(missing) > room:
+            end = int(missing[room])
+            hashes, parents, numbers, missing = hashes[:end], parents[:end], numbers[:end], missing[:room]
+        if not len(missing):
+            return numbers
+        made = self._take(len(missing))
+        numbers[missing] = made
+        fresh = hashes[missing]
+        self._hashes[made] = fresh
+        self._table.insert(fresh, made)
+        fronts = self._table.find(parents[missing])
+        self._parents[made] = fronts
+        self._kids[made] = 0
+        np.add.at(self._kids, fronts, 1)
+        self._epochs[made] = self.epoch
+        self._queue_leaves(made)
+        return numbers
+
+    def contents(self) -> Iterator[tuple[BlockHashes, BlockHashes]]:
+        """Yields all blocks and the blocks in front of them, used last first: parents not behind their children."""
+        numbers = (self._hashes[: self.end] != 0).nonzero()[0]
+        numbers = numbers[np.argsort(-self._epochs[numbers].astype(np.int64), kind="stable")]
+        for first in range(0, len(numbers), _PIECE):
+            piece = numbers[first : first + _PIECE]
+            yield self._hashes.take(piece), self._hashes.take(self._parents.take(piece))
 
     def use(self, numbers: NodeNumbers, now: float) -> None:
         """They go later."""

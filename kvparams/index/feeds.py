@@ -214,22 +214,38 @@ class RoutingFeed:
         ledger = self._ledgers.get(worker)
         return self._capacity if ledger is None else ledger.capacity
 
-    def held_indexes(self) -> Iterator[tuple[Hashable, PrefixIndex]]:
-        """Yields each worker, and an index of what it is believed to have."""
+    def contents(self) -> Iterator[tuple[Hashable, int, BlockHashes, BlockHashes]]:
+        """Yields what workers are believed to have, some thousand blocks at a time, used last first.
+
+        Each is a worker, its capacity, blocks, and the hash of the block in front of each.
+        """
         for worker, ledger in list(self._ledgers.items()):
-            yield worker, ledger.held
+            for hashes, parents in ledger.held.tree.contents():
+                yield worker, ledger.capacity, hashes, parents
+
+    def record_contents(
+        self, worker: Hashable, capacity: int, hashes: BlockHashes, parents: BlockHashes, now: float = 0.0
+    ) -> None:
+        """Believes what `contents` of another feed says, as far as there is room.
+
+        Raises:
+            ValueError: a hash stands there twice, or is 0.
+        """
+        ledger = self._ledger(worker)
+        ledger.capacity = min(self._most, max(ledger.capacity, capacity))
+        room = max(0, ledger.capacity - len(ledger.held))
+        stored = ledger.held.stored_forest(worker, hashes[:room], parents[:room], now)
+        self._index.stored_forest(worker, hashes[:stored], parents[:stored], now)
 
     def record_routed(self, worker: Hashable, hashes: BlockHashes, now: float = 0.0, parent: int = 0) -> RoutedRequest:
         """A request with these blocks is sent there. `parent`: the hash of the block in front of them, or 0."""
-        ledger = self._ledgers.get(worker)
-        if ledger is None:
-            ledger = self._ledgers[worker] = _WorkerCapacity(self._capacity, self._most)
+        ledger = self._ledger(worker)
         held = ledger.held
         used = held.last_used(hashes)
         missing = (used == 0).nonzero()[0]
         routed = RoutedRequest(worker, used[: missing[0]] if len(missing) else used)
-        gone = [held.stored(worker, hashes, parent, now=now), held.forget(len(held) - ledger.capacity)]
-        self._index.stored(worker, hashes, parent, now=now)
+        gone = [held.stored(worker, hashes, now=now), held.forget(len(held) - ledger.capacity)]
+        self._index.stored(worker, hashes, now=now)
         self._drop(worker, gone)
         return routed
 
@@ -262,6 +278,12 @@ class RoutingFeed:
         """It has restarted, or is gone: it has nothing."""
         self._ledgers.pop(worker, None)
         self._index.cleared(worker)
+
+    def _ledger(self, worker: Hashable) -> _WorkerCapacity:
+        ledger = self._ledgers.get(worker)
+        if ledger is None:
+            ledger = self._ledgers[worker] = _WorkerCapacity(self._capacity, self._most)
+        return ledger
 
     def _drop(self, worker: Hashable, gone: list[BlockHashes]) -> None:
         hashes = np.concatenate(gone)

@@ -180,6 +180,32 @@ class PrefixIndex:
         self._change(numbers, 0, bit)
         return forgotten
 
+    def stored_forest(self, worker: Hashable, hashes: BlockHashes, parents: BlockHashes, now: float = 0.0) -> int:
+        """A worker has these blocks of any prompts, in the nearest level: thousands at once. Nothing makes room.
+
+        Args:
+            worker: who.
+            hashes: the blocks, none of them twice or 0.
+            parents: for each the hash of the block in front of it, or 0.
+            now: the time.
+
+        Returns:
+            For how many, from the first one on, there was room.
+
+        Raises:
+            ValueError: a hash stands there twice, or is 0.
+        """
+        ordered = np.sort(hashes)
+        if len(ordered) and (not ordered[0] or (ordered[1:] == ordered[:-1]).any()):
+            raise ValueError("a hash stands there twice, or is 0")
+        bit = self.holders.add_worker(worker, 0)
+        self._tend()
+        numbers = self.tree.add_forest(hashes, parents)
+        if len(numbers):
+            self.tree.use(numbers, now)
+            self._change(numbers, 0, bit)
+        return len(numbers)
+
     def touch(self, hashes: BlockHashes, now: float = 0.0) -> None:
         """These blocks are used: whatever is known of them is forgotten later."""
         numbers = self.tree.find(hashes)

@@ -13,6 +13,7 @@ from xxhash import xxh3_64_intdigest
 
 __all__ = [
     "MAX_ENTRY_BYTES",
+    "BlocksHeld",
     "BlocksRouted",
     "EngineFailed",
     "EngineLoad",
@@ -34,6 +35,7 @@ _BEGAN: Final = struct.Struct("<QQIffIIIQ")
 _COMPUTED: Final = struct.Struct("<QII")
 _ENDED: Final = struct.Struct("<QBII")
 _ROUTED: Final = struct.Struct("<QIQ")
+_HELD: Final = struct.Struct("<QI")
 _FAILED: Final = struct.Struct("<QB")
 _RESTARTED: Final = struct.Struct("<Q")
 _CHANGED: Final = struct.Struct("<QQH")
@@ -109,6 +111,18 @@ class BlocksRouted(NamedTuple):
     hashes: bytes
 
 
+class BlocksHeld(NamedTuple):
+    """What an engine is believed to have, for a proxy that has just started."""
+
+    engine: int
+    capacity: int
+    """Blocks that its cache seems to hold."""
+    hashes: bytes
+    """8 bytes for each block, the one used last first."""
+    parents: bytes
+    """As many: the block in front of each, or 0."""
+
+
 class EngineFailed(NamedTuple):
     """A leg of the sender failed, and the engine is to blame."""
 
@@ -142,6 +156,7 @@ Entry = (
     | PromptComputed
     | PrefillEnded
     | BlocksRouted
+    | BlocksHeld
     | EngineFailed
     | EngineRestarted
     | SettingChanged
@@ -235,6 +250,18 @@ def _routed(body: memoryview) -> BlocksRouted:
     return BlocksRouted._make((*_ROUTED.unpack_from(body), _hashes(body[_ROUTED.size :])))
 
 
+def _held_body(it: BlocksHeld) -> tuple[int, bytes]:
+    return 9, _HELD.pack(it.engine, it.capacity) + it.hashes + it.parents
+
+
+def _held(body: memoryview) -> BlocksHeld:
+    both = _hashes(body[_HELD.size :])
+    if len(both) % 16:
+        raise struct.error("as many blocks as parents must be named")
+    half = len(both) // 2
+    return BlocksHeld._make((*_HELD.unpack_from(body), both[:half], both[half:]))
+
+
 def _failed_body(it: EngineFailed) -> tuple[int, bytes]:
     return 6, _FAILED.pack(it.engine, it.connected) + it.why[:200].encode()
 
@@ -277,6 +304,7 @@ _BODIES: Final[Mapping[type, Callable[..., tuple[int, bytes]]]] = {
     PromptComputed: _computed_body,
     PrefillEnded: _ended_body,
     BlocksRouted: _routed_body,
+    BlocksHeld: _held_body,
     EngineFailed: _failed_body,
     EngineRestarted: _restarted_body,
     SettingChanged: _changed_body,
@@ -290,4 +318,5 @@ _DECODERS: Final[Mapping[int, Callable[[memoryview], Entry]]] = {
     6: _failed,
     7: _restarted,
     8: _changed,
+    9: _held,
 }

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvparams.index.block_hashes import BlockHashes
 from kvparams.instances import Instance
-from kvparams.replication.entries import BlocksRouted, Entry, PrefillBegan, PrefillEnded, PromptComputed
+from kvparams.replication.entries import BlocksHeld, BlocksRouted, Entry, PrefillBegan, PrefillEnded, PromptComputed
 from kvparams.replication.siblings import Sibling
 from kvparams.routing.ttft_estimate import TTFTEstimate
 from kvparams_proxy.coordination.load_sync import EngineNames
@@ -27,7 +27,6 @@ __all__ = ["PrefixSync"]
 
 _MOST_LEGS: Final = 1 << 16
 """Of one sibling that run at a time; of more, nothing is believed."""
-_SNAPSHOT_BLOCKS: Final = 4096
 
 
 class PrefixSync:
@@ -77,17 +76,11 @@ class PrefixSync:
     def snapshot(self) -> Iterator[Entry | None]:
         """Yields the blocks that engines are believed to have, and the running legs. None: a place to pause."""
         keys = {member.instance: key for key, member in self._names.members.items()}
-        for piece in self._model.held_chains():
-            if piece is None:
-                yield None
-                continue
-            instance, hashes, parent = piece
+        for instance, capacity, hashes, parents in self._model.contents():
             engine = keys.get(instance)
-            if engine is None:
-                continue
-            for first in range(0, len(hashes), _SNAPSHOT_BLOCKS):
-                part = hashes[first : first + _SNAPSHOT_BLOCKS]
-                yield BlocksRouted(engine, 0, int(hashes[first - 1]) if first else parent, _packed(part))
+            if engine is not None:
+                yield BlocksHeld(engine, capacity, _packed(hashes), _packed(parents))
+                yield None
         for key, number in list(self._own.items()):
             leg = self._model.leg(key)
             engine = None if leg is None else keys.get(leg.decision.chosen)
@@ -113,8 +106,12 @@ class PrefixSync:
         elif isinstance(entry, BlocksRouted):
             member = self._names.members.get(entry.engine)
             if member is not None:
-                parent = 0 if entry.held_blocks else entry.parent
-                self._model.record_routed(member.instance, self._hashes(entry), parent)
+                self._model.record_routed(member.instance, self._hashes(entry))
+        elif isinstance(entry, BlocksHeld):
+            member = self._names.members.get(entry.engine)
+            if member is not None:
+                hashes, parents = _unpacked(entry.hashes), _unpacked(entry.parents)
+                self._model.record_contents(member.instance, entry.capacity, hashes, parents)
 
     def forget_legs(self, sibling: Sibling) -> None:
         """Ends all legs of a sibling: nothing is learnt from them."""
@@ -155,7 +152,7 @@ class PrefixSync:
 
     def _hashes(self, entry: PrefillBegan | BlocksRouted) -> BlockHashes:
         """Returns the blocks of an entry, behind those in front of them that are known here."""
-        hashes = np.frombuffer(entry.hashes, "<u8").astype(np.uint64, copy=False)
+        hashes = _unpacked(entry.hashes)
         if not entry.parent or not entry.held_blocks:
             return hashes
         front = self._model.chain_to(entry.parent, entry.held_blocks)
@@ -181,6 +178,10 @@ def _began(number: int, engine: int, leg: PrefillLeg) -> PrefillBegan:
 
 def _packed(hashes: BlockHashes) -> bytes:
     return hashes.astype("<u8", copy=False).tobytes()
+
+
+def _unpacked(data: bytes) -> BlockHashes:
+    return np.frombuffer(data, "<u8").astype(np.uint64, copy=False)
 
 
 def _seconds(value: float) -> float:

@@ -18,7 +18,6 @@ from math import gcd
 from typing import Final
 
 from kvparams.index.block_hashes import BlockHasher, BlockHashes
-from kvparams.index.deltas import snapshot_deltas
 from kvparams.index.feeds import RoutedRequest, RoutingFeed
 from kvparams.index.prefix_index import PrefixIndex
 from kvparams.instances import Instance, RequestFacts, SchedulingPolicy
@@ -159,9 +158,9 @@ class PrefixCacheModel:
             if self.observer is not None:
                 self.observer.prompt_computed(facts.transfer_id, leg)
 
-    def record_routed(self, instance: Instance, hashes: BlockHashes, parent: int = 0) -> RoutedRequest:
-        """Records that an engine has these blocks from now on. `parent`: the hash of the block in front, or 0."""
-        return self._feed.record_routed(instance, hashes, self._now(), parent)
+    def record_routed(self, instance: Instance, hashes: BlockHashes) -> RoutedRequest:
+        """Records that an engine has these blocks from now on."""
+        return self._feed.record_routed(instance, hashes, self._now())
 
     def prompt_computed(self, key: Hashable, member: Member) -> None:
         """Ends the work of a leg that goes on with the answer. Does nothing if there is no such leg."""
@@ -257,17 +256,19 @@ class PrefixCacheModel:
         """Returns the hashes of so many blocks of one prompt that end with this one; fewer where they are not known."""
         return self._index.chain_to(hash, blocks)
 
-    def held_chains(self) -> Iterator[tuple[Instance, BlockHashes, int] | None]:
-        """Yields what engines are believed to have: an engine, blocks that follow one another, and the block in front.
-
-        Parents come before their children. None is a place where the event loop may do something else.
-        """
-        for worker, held in self._feed.held_indexes():
+    def contents(self) -> Iterator[tuple[Instance, int, BlockHashes, BlockHashes]]:
+        """Yields what engines are believed to have: see `RoutingFeed.contents`."""
+        for worker, capacity, hashes, parents in self._feed.contents():
             if isinstance(worker, Instance):
-                for deltas in snapshot_deltas(held):
-                    for delta in deltas:
-                        yield worker, delta.hashes, delta.parent
-                    yield None
+                yield worker, capacity, hashes, parents
+
+    def record_contents(self, instance: Instance, capacity: int, hashes: BlockHashes, parents: BlockHashes) -> None:
+        """Believes what another proxy's `contents` says of an engine.
+
+        Raises:
+            ValueError: a hash stands there twice, or is 0.
+        """
+        self._feed.record_contents(instance, capacity, hashes, parents, self._now())
 
     def _said(
         self, instance: Instance, tokens: int, prompt_tokens: int | None, cached: int | None, *, still: bool = True
