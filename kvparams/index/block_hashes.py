@@ -28,7 +28,10 @@ __all__ = [
     "HashState",
     "HashStates",
     "TokenSource",
+    "join_hashes",
+    "pack_hashes",
     "token_array",
+    "unpack_hashes",
 ]
 
 BlockHashes = NDArray[np.uint64]
@@ -191,6 +194,25 @@ def token_array(tokens: TokenSource) -> NDArray[np.integer]:
         return np.frombuffer(array("I", tokens), np.uint32)
     except (OverflowError, TypeError) as error:
         raise ValueError(f"token ids are integers in [0, 2^32): {error}") from error
+
+
+def pack_hashes(hashes: BlockHashes) -> bytes:
+    """Returns 8 bytes for each hash, little-endian."""
+    return hashes.astype("<u8", copy=False).tobytes()
+
+
+def unpack_hashes(data: bytes) -> BlockHashes:
+    """Returns the hashes that `pack_hashes` has packed.
+
+    Raises:
+        ValueError: their length is no multiple of 8.
+    """
+    return np.frombuffer(data, "<u8").astype(np.uint64, copy=False)
+
+
+def join_hashes(front: BlockHashes, behind: BlockHashes) -> BlockHashes:
+    """Returns the hashes of one piece of a prompt and those of the next."""
+    return np.concatenate((front, behind))
 
 
 def _checked(ids: NDArray[np.integer]) -> NDArray[np.integer]:

@@ -5,7 +5,7 @@ worker has four bits side by side. The bits of a worker that has gone are taken 
 that is done nobody else gets them, and `live` says which bits count.
 """
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from typing import Final
 
 import numpy as np
@@ -116,14 +116,6 @@ class HolderSets:
             self._spread[mask] = names
         for name in names:
             into[name] = blocks
-
-    def members(self, number: int) -> Iterator[tuple[Hashable, int]]:
-        """The workers of a set, each with its levels."""
-        mask = self.masks[number] & self.live
-        while mask:
-            bit = (mask & -mask).bit_length() - 1
-            mask &= mask - 1
-            yield self._names[bit // LEVELS], bit % LEVELS
 
     def within(self, mask: int, level: int) -> int:
         """For each worker that has a bit of this level or a nearer one, its lowest bit."""

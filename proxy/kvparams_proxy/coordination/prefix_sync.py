@@ -9,9 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Final
 
-import numpy as np
-
-from kvparams.index.block_hashes import BlockHashes
+from kvparams.index.block_hashes import BlockHashes, join_hashes, pack_hashes, unpack_hashes
 from kvparams.instances import Instance
 from kvparams.replication.entries import BlocksHeld, BlocksRouted, Entry, PrefillBegan, PrefillEnded, PromptComputed
 from kvparams.replication.siblings import Sibling
@@ -71,7 +69,7 @@ class PrefixSync:
         member = next((each for each in self._names.members.values() if each.instance is instance), None)
         if member is not None and held < len(hashes):
             parent = int(hashes[held - 1]) if held else 0
-            self._publish(BlocksRouted(self._names.key_of(member), held, parent, _packed(hashes[held:])))
+            self._publish(BlocksRouted(self._names.key_of(member), held, parent, pack_hashes(hashes[held:])))
 
     def snapshot(self) -> Iterator[Entry | None]:
         """Yields the blocks that engines are believed to have, and the running legs. None: a place to pause."""
@@ -79,7 +77,7 @@ class PrefixSync:
         for instance, capacity, hashes, parents in self._model.contents():
             engine = keys.get(instance)
             if engine is not None:
-                yield BlocksHeld(engine, capacity, _packed(hashes), _packed(parents))
+                yield BlocksHeld(engine, capacity, pack_hashes(hashes), pack_hashes(parents))
                 yield None
         for key, number in list(self._own.items()):
             leg = self._model.leg(key)
@@ -110,7 +108,7 @@ class PrefixSync:
         elif isinstance(entry, BlocksHeld):
             member = self._names.members.get(entry.engine)
             if member is not None:
-                hashes, parents = _unpacked(entry.hashes), _unpacked(entry.parents)
+                hashes, parents = unpack_hashes(entry.hashes), unpack_hashes(entry.parents)
                 self._model.record_contents(member.instance, entry.capacity, hashes, parents)
 
     def forget_legs(self, sibling: Sibling) -> None:
@@ -152,11 +150,11 @@ class PrefixSync:
 
     def _hashes(self, entry: PrefillBegan | BlocksRouted) -> BlockHashes:
         """Returns the blocks of an entry, behind those in front of them that are known here."""
-        hashes = _unpacked(entry.hashes)
+        hashes = unpack_hashes(entry.hashes)
         if not entry.parent or not entry.held_blocks:
             return hashes
         front = self._model.chain_to(entry.parent, entry.held_blocks)
-        return np.concatenate((front, hashes))
+        return join_hashes(front, hashes)
 
 
 def _began(number: int, engine: int, leg: PrefillLeg) -> PrefillBegan:
@@ -172,16 +170,8 @@ def _began(number: int, engine: int, leg: PrefillLeg) -> PrefillBegan:
         expected.fetched_tokens,
         held,
         int(hashes[held - 1]) if held and hashes is not None else 0,
-        b"" if hashes is None else _packed(hashes[held:]),
+        b"" if hashes is None else pack_hashes(hashes[held:]),
     )
-
-
-def _packed(hashes: BlockHashes) -> bytes:
-    return hashes.astype("<u8", copy=False).tobytes()
-
-
-def _unpacked(data: bytes) -> BlockHashes:
-    return np.frombuffer(data, "<u8").astype(np.uint64, copy=False)
 
 
 def _seconds(value: float) -> float:

@@ -22,6 +22,7 @@ from kvparams.routing.retries import RetryBudget
 from kvparams.version import __version__
 from kvparams_proxy.config.settings import DEFAULT_MODES, Settings
 from kvparams_proxy.config.signing import ReloadingSigner
+from kvparams_proxy.coordination.exchange_gauges import ExchangeGauges
 from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.event_loop.clock import StallAwareClock
 from kvparams_proxy.event_loop.deadlines import Deadlines
@@ -47,7 +48,6 @@ from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
 from kvparams_proxy.server.draining import DrainState
 from kvparams_proxy.server.memory_trimmer import MemoryTrimmer
 from kvparams_proxy.server.request_handler import RequestHandler
-from kvparams_proxy.telemetry.exchange_gauges import ExchangeGauges
 from kvparams_proxy.telemetry.exposition import MetricsExposition
 from kvparams_proxy.telemetry.kv_event_gauges import KVEventGauges
 from kvparams_proxy.telemetry.loop_lag import LoopLag
