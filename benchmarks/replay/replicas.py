@@ -5,7 +5,7 @@ Requests are dealt to the proxies at random. Each knows its own legs, and those 
 
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Final, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -13,68 +13,13 @@ from benchmarks.replay.model import Leg
 from benchmarks.replay.trace import BLOCK
 from benchmarks.replay.world import World
 from kvparams.instances import Instance, RequestFacts, Role
-from kvparams.routing.policies.cache_aware import CacheAware
-from kvparams_proxy.config.share_url import ShareURL
-from kvparams_proxy.config.sharing import SharingSettings
-from kvparams_proxy.coordination.fleet_sync import FleetSync
-from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.fleet.fleet import Fleet
-from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
-from tests.support.proxy.memory_network import MemoryNetwork, MemoryTransport
+from tests.support.proxy.memory_network import MemoryNetwork
+from tests.support.proxy.shared_site import SharedProxy
 from tests.support.virtual_loop import VirtualLoop
 
-__all__ = ["Replica", "Replicas", "Sharing"]
+__all__ = ["Replicas", "Sharing"]
 
 Sharing = Literal["nothing", "everything"]
-_SECRET: Final = b"s" * 32
-
-
-class _Waiter:
-    """A leg never waits here: there are no limits."""
-
-    def __init__(self, facts: RequestFacts) -> None:
-        self.facts = facts
-
-    def granted(self, instance: Instance) -> None:
-        """Never called."""
-
-    def refused(self, error: ProxyError) -> None:
-        """Never called."""
-
-
-class Replica:
-    """One proxy."""
-
-    def __init__(self, network: MemoryNetwork, number: int, workers: int, sharing: Sharing, store: str | None) -> None:
-        loop = network.loop
-        self.prefixes = PrefixCacheModel(loop.time, seed=1)
-        self.fleet = Fleet(
-            (),
-            {role: CacheAware() for role in Role},
-            loop.time,
-            loop.call_later,
-            slow_start_s=0.0,
-            prefixes=self.prefixes,
-            needed=(Role.PREFILL,),
-        )
-        self.transport = MemoryTransport(network, number)
-        self.sync: FleetSync | None = None
-        if sharing == "everything":
-            settings = SharingSettings(ShareURL("valkey://replay", "replay"), lambda: (_SECRET,))
-            self.sync = FleetSync(loop, self.fleet, self.prefixes, settings, {"policy": "cache_aware"}, self.transport)
-        for index in range(workers):
-            instance = Instance(f"prefill-{index}", "1", Role.PREFILL, f"http://replay-{index}", "content", store=store)
-            member = self.fleet.add(instance)
-            self.fleet.record_probe(member, True, None)
-        self.fleet.startup_complete()
-        if self.sync is not None:
-            self.sync.start()
-
-    def acquire(self, facts: RequestFacts) -> Instance:
-        """Takes an instance."""
-        chosen = self.fleet.acquire(Role.PREFILL, facts, (), _Waiter(facts))
-        assert chosen is not None
-        return chosen
 
 
 class Replicas:
@@ -94,10 +39,16 @@ class Replicas:
         self._began = self._loop.time()
         network = MemoryNetwork(self._loop, lambda: delay_s(die))
         store = None if world.store is None else "store"
-        self.replicas = [Replica(network, number, world.workers, sharing, store) for number in range(count)]
+        engines = [
+            Instance(f"prefill-{index}", "1", Role.PREFILL, f"http://replay-{index}", "content", store=store)
+            for index in range(world.workers)
+        ]
+        self.replicas = [
+            SharedProxy(network, number, engines, is_alone=sharing == "nothing") for number in range(count)
+        ]
         self._loop.run_until(self._began + 3.0)
         self._began += 3.0
-        self._legs: dict[int, tuple[Replica, Instance, RequestFacts]] = {}
+        self._legs: dict[int, tuple[SharedProxy, Instance, RequestFacts]] = {}
 
     @property
     def sent_bytes(self) -> int:
@@ -109,7 +60,7 @@ class Replicas:
         self._run_until(now)
         replica = self.replicas[self._die.randrange(len(self.replicas))]
         facts = _facts(leg)
-        instance = replica.acquire(facts)
+        instance = replica.acquire(Role.PREFILL, facts)
         running = replica.prefixes.leg(facts.transfer_id)
         leg.fetch = running is not None and running.decision.expected.fetched_tokens > 0
         self._legs[leg.number] = replica, instance, facts

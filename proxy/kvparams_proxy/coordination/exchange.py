@@ -23,6 +23,7 @@ __all__ = ["HEARTBEAT_S", "LEASE_S", "Exchange", "ExchangeListener"]
 LEASE_S: Final = 2.0
 """A sibling that is not heard from for so long has ended."""
 HEARTBEAT_S: Final = 0.5
+_WATCH_S: Final = 0.1
 _BATCH_S: Final = 0.004
 """For so long entries are collected before they are sent."""
 _BATCH_BYTES: Final = 32 << 10
@@ -110,6 +111,7 @@ class Exchange:
         self._batch_bytes = 0
         self._flush_timer: asyncio.TimerHandle | None = None
         self._beat_timer: asyncio.TimerHandle | None = None
+        self._watch_timer: asyncio.TimerHandle | None = None
         self._snapshots: set[asyncio.Task[None]] = set()
         self._asked: dict[int, float] = {}
         """When which sibling was asked for a snapshot."""
@@ -129,6 +131,7 @@ class Exchange:
         """Begins to send and to receive."""
         self._transport.start(self._receive)
         self._beat()
+        self._watch()
 
     def publish(self, entry: Entry) -> None:
         """Tells the siblings, a few milliseconds later. Without siblings nothing is kept."""
@@ -144,7 +147,7 @@ class Exchange:
 
     async def close(self) -> None:
         """Says goodbye and ends everything."""
-        for timer in (self._flush_timer, self._beat_timer):
+        for timer in (self._flush_timer, self._beat_timer, self._watch_timer):
             if timer is not None:
                 timer.cancel()
         for task in list(self._snapshots):
@@ -180,21 +183,24 @@ class Exchange:
         self._transport.send(message, receiver)
 
     def _beat(self) -> None:
-        """Says that this proxy lives, and what runs; looks who else does."""
+        """Says that this proxy lives, and what runs there."""
         self._beat_timer = self._loop.call_later(HEARTBEAT_S, self._beat)
         self._listener.beat()
         self._flush()
         info = json.dumps(self._info()).encode()
         loads = b"".join(map(encode_entry, self._listener.loads()))
         self._send_in_order(MessageKind.HEARTBEAT, _LENGTH.pack(len(info)) + info + loads)
-        now = self._loop.time()
-        for sibling in self.siblings.expire(now):
-            self._end(sibling, "is not heard from any more")
         self._say_whether_connected()
-        self._ask_for_snapshot(now)
+        self._ask_for_snapshot(self._loop.time())
+
+    def _watch(self) -> None:
+        """Forgets siblings whose lease has ended."""
+        self._watch_timer = self._loop.call_later(_WATCH_S, self._watch)
+        for sibling in self.siblings.expire(self._loop.time()):
+            self._end(sibling, "is not heard from any more")
 
     def _say_whether_connected(self) -> None:
-        degraded = not self._transport.is_connected
+        degraded = not self._transport.is_connected and self._loop.time() - self._began > LEASE_S
         if degraded and not self.is_degraded:
             _log.warning("the other proxies cannot be reached: this one goes on with what it knows")
         elif self.is_degraded and not degraded:
@@ -236,7 +242,7 @@ class Exchange:
         if sibling is None:
             return
         if len(self.siblings) != before:
-            _log.info("proxy %016x is heard: %d others share this fleet", sibling.id, len(self.siblings))
+            _log.info("proxy %016x is heard; proxies that share this fleet: %d", sibling.id, len(self.siblings) + 1)
         if arrival is Arrival.AFTER_GAP:
             self.gaps += 1
             self._listener.forget_legs(sibling)
@@ -313,7 +319,7 @@ class Exchange:
         self._asked.pop(sibling.id, None)
         self._listener.apply_loads(sibling, {})
         self._listener.forget_legs(sibling)
-        _log.warning("proxy %016x %s; %d others share this fleet", sibling.id, why, len(self.siblings))
+        _log.warning("proxy %016x %s; proxies that share this fleet: %d", sibling.id, why, len(self.siblings) + 1)
 
     def _refuse(self, reason: str, text: str) -> None:
         self.refused[reason] += 1

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from secrets import randbits
@@ -48,6 +49,7 @@ class FleetSync:
         sharing: SharingSettings,
         info: Mapping[str, object],
         transport: Transport | None = None,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Creates it, not started; `fleet` has no members yet.
 
@@ -58,6 +60,7 @@ class FleetSync:
             sharing: where the other proxies are, and the keys in common.
             info: what this proxy says of itself.
             transport: what carries messages, if not what `sharing` says.
+            wall_clock: seconds since 1970.
         """
         own_id = randbits(63) + 1
         self._secrets = sharing.secrets
@@ -75,7 +78,7 @@ class FleetSync:
         self._restarts: dict[Member, float] = {}
         """When this proxy saw a member restart last."""
         self._names = EngineNames()
-        self.exchange: Final = Exchange(loop, own_id, transport, self._authenticator, self, self._describe)
+        self.exchange: Final = Exchange(loop, own_id, transport, self._authenticator, self, self._describe, wall_clock)
         self._loads = LoadSync(fleet, self._names, self._publish_loads_soon, self.exchange.siblings.alive)
         self._caches = _prefix_sync(prefixes, self._names, self.exchange.publish)
         fleet.add_listener(self)

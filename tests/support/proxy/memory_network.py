@@ -25,7 +25,9 @@ class MemoryNetwork:
         """Pairs of numbers between which nothing arrives."""
 
     def deliver(self, sender: "MemoryTransport", message: bytes) -> None:
-        """Brings a message to all others."""
+        """Brings a message to all others. One that has vanished sends nothing."""
+        if sender not in self.transports:
+            return
         for receiver in self.transports:
             apart = frozenset((sender.number, receiver.number)) in self.separated
             if receiver is sender or apart or not sender.is_connected or self.is_lost():

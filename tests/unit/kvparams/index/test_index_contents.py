@@ -1,0 +1,103 @@
+"""Tests copies of an index: what one feed believes, told to another, is believed there."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvparams.index.block_hashes import BlockHashes
+from kvparams.index.feeds import RoutingFeed
+from kvparams.index.prefix_index import PrefixIndex
+
+_CHAINS = st.lists(
+    st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 3), st.integers(0, 12), st.integers(1, 12)), max_size=24
+)
+
+
+def _prompt(family: int, shared: int, own: int, number: int) -> BlockHashes:
+    """Blocks: the first ones are those of all prompts of a family."""
+    die = random.Random(family)
+    front = [die.getrandbits(63) + 1 for _ in range(shared)]
+    die = random.Random(1000 + number)
+    return np.array(front + [die.getrandbits(63) + 1 for _ in range(own)], np.uint64)
+
+
+def _feed(capacity: int = 1000) -> tuple[PrefixIndex, RoutingFeed]:
+    index = PrefixIndex(5000)
+    return index, RoutingFeed(index, capacity, capacity)
+
+
+@given(_CHAINS)
+def test_a_copy_gives_the_same_answers(chains: list[tuple[str, int, int, int]]) -> None:
+    index, feed = _feed()
+    prompts = [_prompt(family, shared, own, number) for number, (_, family, shared, own) in enumerate(chains)]
+    for (worker, *_), prompt in zip(chains, prompts, strict=True):
+        feed.record_routed(worker, prompt)
+    copied, other = _feed()
+    for worker, capacity, hashes, parents in feed.contents():
+        other.record_contents(worker, capacity, hashes, parents)
+    for prompt in prompts:
+        assert copied.match(prompt) == index.match(prompt)
+        last = int(prompt[-1])
+        assert copied.chain_to(last, len(prompt)).tolist() == prompt.tolist()
+
+
+@given(_CHAINS, st.integers(1, 30))
+def test_a_chain_is_found_by_its_last_block(chains: list[tuple[str, int, int, int]], most: int) -> None:
+    index, feed = _feed()
+    for number, (worker, family, shared, own) in enumerate(chains):
+        prompt = _prompt(family, shared, own, number)
+        feed.record_routed(worker, prompt)
+        for end in range(1, len(prompt) + 1):
+            found = index.chain_to(int(prompt[end - 1]), most)
+            assert found.tolist() == prompt[max(0, end - most) : end].tolist()
+    assert not len(index.chain_to(12345, most))
+
+
+def test_what_has_no_room_is_left_out_and_the_newest_are_kept() -> None:
+    _, feed = _feed(64)
+    for number in range(8):
+        feed.record_routed("a", _prompt(number, 0, 8, number))
+    copied, other = _feed(24)
+    for worker, _, hashes, parents in feed.contents():
+        other.record_contents(worker, 24, hashes, parents)
+    assert len(copied) == 24
+    assert other.capacity("a") == 24
+    other.record_routed("a", _prompt(50, 0, 8, 50))  # it goes on as ever
+    assert copied.match(_prompt(50, 0, 8, 50)).held[0] == {"a": 8}
+
+
+def test_blocks_behind_unknown_ones_are_kept_apart() -> None:
+    index, feed = _feed()
+    hashes = np.array([5, 6, 7], np.uint64)
+    feed.record_contents("a", 10, hashes, np.array([99, 5, 6], np.uint64))
+    assert index.chain_to(7, 10).tolist() == [5, 6, 7]
+    feed.record_contents("a", 10, hashes, np.array([0, 5, 6], np.uint64))  # repeated: nothing changes
+    assert len(index) == 3
+
+
+@pytest.mark.parametrize("hashes", [[5, 5], [0, 1]])
+def test_hashes_that_cannot_be_are_refused(hashes: list[int]) -> None:
+    index, feed = _feed()
+    with pytest.raises(ValueError, match="twice, or is 0"):
+        feed.record_contents("a", 10, np.array(hashes, np.uint64), np.zeros(2, np.uint64))
+    assert not len(index)
+    assert not index.match(np.array([5], np.uint64)).held[0]
+
+
+def test_many_blocks_are_added_and_then_evicted_one_chain_after_the_other() -> None:
+    index, feed = _feed(4000)
+    prompts = [_prompt(number, 0, 40, number) for number in range(100)]
+    for prompt in prompts:
+        feed.record_routed("a", prompt)
+    copied, other = _feed(4000)
+    for worker, capacity, hashes, parents in feed.contents():
+        other.record_contents(worker, capacity, hashes, parents)
+    assert len(copied) == len(index) == 4000
+    for number in range(100, 150):
+        other.record_routed("a", _prompt(number, 0, 40, number))
+    assert len(copied) <= 4000
+    whole = sum(len(prompt) == copied.match(prompt).held[0].get("a", 0) for prompt in prompts)
+    assert 40 <= whole <= 60  # leaves go first, so hardly a chain is cut in the middle

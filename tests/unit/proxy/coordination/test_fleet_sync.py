@@ -1,0 +1,340 @@
+"""Tests proxies that share a fleet: loads, prefill legs, caches, failures, and what happens when messages are lost."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import pytest
+
+from kvparams.instances import Instance, Role
+from kvparams.routing.breaker import BreakerState
+from kvparams.routing.policies.least_load import LeastLoad
+from kvparams_proxy.coordination.exchange import HEARTBEAT_S, LEASE_S
+from tests.support.proxy.memory_network import MemoryNetwork
+from tests.support.proxy.shared_site import SharedProxy, facts
+from tests.support.virtual_loop import VirtualLoop
+
+_SOON_S = 0.05
+_PROMPT = list(range(5000, 6000))
+
+
+def _engines(count: int = 2) -> list[Instance]:
+    roles = (Role.PREFILL, Role.DECODE)
+    return [Instance(f"{role}-{n}", "1", role, f"http://{role}-{n}", "nixl") for role in roles for n in range(count)]
+
+
+class Site:
+    """Some proxies."""
+
+    def __init__(self, proxies: int, policy: Callable[..., SharedProxy] = SharedProxy) -> None:
+        self.loop = VirtualLoop()
+        self.network = MemoryNetwork(self.loop)
+        self._numbers = count()
+        self.proxies = [self.start() for _ in range(proxies)]
+        self.after(3.0)
+
+    def start(self, **settings: object) -> SharedProxy:
+        """Starts another proxy."""
+        return SharedProxy(self.network, next(self._numbers), _engines(), **settings)  # pyright: ignore[reportArgumentType]
+
+    def after(self, seconds: float = _SOON_S) -> None:
+        """Lets time pass."""
+        self.loop.run_until(self.loop.time() + seconds)
+        assert not self.loop.faults
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    """Returns three proxies that know each other."""
+    site = Site(3)
+    assert [len(each.shared.exchange.siblings) for each in site.proxies] == [2, 2, 2]
+    yield site
+    assert not any(each.shared.exchange.refused for each in site.proxies)
+
+
+def _load(proxy: SharedProxy, id: str) -> tuple[int, int, int]:
+    member = proxy.member(id)
+    return member.in_flight, member.tokens, member.own_in_flight
+
+
+def test_load_of_all_counts_for_each(site: Site) -> None:
+    a, b, c = site.proxies
+    ask = facts("one", tokens=100)
+    instance = a.acquire(Role.DECODE, ask)
+    site.after()
+    for other in (b, c):
+        assert _load(other, instance.id) == (1, 100, 0)
+        assert other.acquire(Role.DECODE, facts("other", tokens=7)).id != instance.id  # the least loaded one
+    assert _load(a, instance.id) == (1, 100, 1)
+    a.fleet.release(instance, ask)
+    site.after()
+    assert _load(b, instance.id)[0] == 0
+
+
+def test_proxies_that_share_nothing_choose_the_same_engine() -> None:
+    site = Site(0)
+    alone = [SharedProxy(site.network, number, _engines(), is_alone=True) for number in range(2)]
+    chosen = {each.acquire(Role.DECODE, facts("one", tokens=9)).id for each in alone}
+    assert len(chosen) == 1
+
+
+def test_a_proxy_that_is_killed_is_subtracted_when_its_lease_ends(site: Site) -> None:
+    a, b, _ = site.proxies
+    instance = a.acquire(Role.DECODE, facts("one", tokens=100))
+    site.after()
+    a.transport.vanish()
+    site.after(LEASE_S - HEARTBEAT_S - 2 * _SOON_S)
+    assert _load(b, instance.id)[0] == 1
+    site.after(HEARTBEAT_S + 0.1 + 2 * _SOON_S)
+    assert _load(b, instance.id) == (0, 0, 0)
+
+
+def test_one_that_says_goodbye_is_subtracted_at_once(site: Site) -> None:
+    a, b, _ = site.proxies
+    instance = a.acquire(Role.DECODE, facts("one", tokens=100))
+    site.after()
+    site.loop.create_task(a.shared.close())
+    site.after()
+    assert _load(b, instance.id)[0] == 0
+    assert len(b.shared.exchange.siblings) == 1
+
+
+def test_lost_messages_are_made_good_by_the_next_heartbeat(site: Site) -> None:
+    a, b, _ = site.proxies
+    site.network.is_lost = lambda: True
+    ask = facts("one", tokens=100)
+    instance = a.acquire(Role.DECODE, ask)
+    site.after()
+    assert _load(b, instance.id)[0] == 0
+    site.network.is_lost = lambda: False
+    site.after(HEARTBEAT_S)
+    assert _load(b, instance.id)[0] == 1
+    site.network.is_lost = lambda: True
+    a.fleet.release(instance, ask)
+    site.after()
+    site.network.is_lost = lambda: False
+    site.after(HEARTBEAT_S)
+    assert _load(b, instance.id)[0] == 0
+    assert b.shared.exchange.gaps >= 2
+
+
+def test_an_engine_that_joins_later_has_the_load_that_was_told(site: Site) -> None:
+    a, b, _ = site.proxies
+    late = Instance("decode-9", "1", Role.DECODE, "http://decode-9", "nixl")
+    a.join(late)
+    for number in range(5):
+        a.acquire(Role.DECODE, facts(f"leg {number}", tokens=10))
+    site.after()
+    assert _load(a, "decode-9")[0] >= 1
+    b.join(late)
+    assert _load(b, "decode-9")[:2] == _load(a, "decode-9")[:2]
+    other = Instance("decode-9", "1", Role.DECODE, "http://another", "nixl")
+    site.proxies[2].join(other)
+    assert _load(site.proxies[2], "decode-9")[0] == 0  # another engine of the same name
+
+
+def test_prefill_legs_wait_at_all_proxies_and_teach_all(site: Site) -> None:
+    a, b, c = site.proxies
+    ask = facts("one", _PROMPT)
+    instance = a.acquire(Role.PREFILL, ask)
+    site.after(0.01)
+    waits = [each.member(instance.id).backlog.wait_s for each in site.proxies]
+    assert min(waits) > 0
+    assert max(waits) - min(waits) < 0.02
+    assert b.prefixes.cached_tokens(facts("two", _PROMPT))[b.member(instance.id).instance] >= 896
+    site.after(0.5)
+    a.prefixes.record_report(ask, len(_PROMPT), 0)
+    a.fleet.release(instance, ask)
+    site.after()
+    samples = {each.member(instance.id).backlog.cost_model.predict_s(1000, 1000) for each in site.proxies}
+    assert max(samples) - min(samples) < 0.05 * max(samples)
+    assert 0.3 < min(samples) < 0.7  # what it took, not the first guess
+    for proxy in (a, b, c):
+        assert proxy.member(instance.id).backlog.wait_s == 0
+        assert not len(proxy.prefixes)
+
+
+def test_corrections_are_shared(site: Site) -> None:
+    a, b, _ = site.proxies
+    first = facts("one", _PROMPT)
+    instance = a.acquire(Role.PREFILL, first)
+    a.prefixes.record_report(first, len(_PROMPT), 0)
+    a.fleet.release(instance, first)
+    site.after()
+    assert b.prefixes.cached_tokens(facts("x", _PROMPT))
+    second = facts("two", _PROMPT)
+    again = a.acquire(Role.PREFILL, second)
+    assert again.id == instance.id
+    a.prefixes.record_report(second, len(_PROMPT), 0)  # the engine has evicted it meanwhile
+    a.fleet.release(again, second)
+    site.after()
+    assert a.prefixes.blocks == b.prefixes.blocks
+
+
+def test_a_failed_leg_leaves_nothing_behind(site: Site) -> None:
+    a, b, _ = site.proxies
+    ask = facts("one", _PROMPT)
+    instance = a.acquire(Role.PREFILL, ask)
+    site.after()
+    assert b.prefixes.blocks
+    a.fleet.release(instance, ask)
+    site.after()
+    assert (a.prefixes.blocks, b.prefixes.blocks) == (0, 0)
+    assert not len(b.prefixes)
+
+
+def test_after_a_gap_the_legs_of_that_proxy_are_forgotten(site: Site) -> None:
+    a, b, _ = site.proxies
+    ask = facts("one", _PROMPT)
+    instance = a.acquire(Role.PREFILL, ask)
+    site.after()
+    assert len(b.prefixes) == 1
+    site.network.is_lost = lambda: True
+    a.fleet.release(instance, ask)
+    site.after()
+    site.network.is_lost = lambda: False
+    assert len(b.prefixes) == 1
+    site.after(HEARTBEAT_S)
+    assert len(b.prefixes) == 0
+    assert b.member(instance.id).backlog.wait_s == 0
+
+
+def test_a_new_proxy_gets_a_snapshot(site: Site) -> None:
+    a = site.proxies[0]
+    for number in range(40):
+        ask = facts(f"leg {number}", [number * 10_000 + token for token in range(700)])
+        instance = a.acquire(Role.PREFILL, ask)
+        a.prefixes.record_report(ask, 700, 0)
+        a.fleet.release(instance, ask)
+    site.after()
+    new = site.start()
+    assert not new.prefixes.blocks
+    site.after(1.5)
+    assert new.prefixes.blocks == a.prefixes.blocks
+    for number in range(40):
+        ask = facts("look", [number * 10_000 + token for token in range(700)])
+        held = [{i.id: n for i, n in each.prefixes.cached_tokens(ask).items()} for each in (a, new)]
+        assert held[0] == held[1]
+
+
+def test_a_snapshot_is_asked_for_again_where_the_sibling_has_ended(site: Site) -> None:
+    for proxy in site.proxies:
+        ask = facts("one", _PROMPT)
+        instance = proxy.acquire(Role.PREFILL, ask)
+        proxy.prefixes.record_report(ask, 1000, 0)
+        proxy.fleet.release(instance, ask)
+    site.after()
+    new = site.start()
+    site.after(HEARTBEAT_S - 0.01)
+    site.network.is_lost = lambda: True  # the request, or the answer
+    site.after(0.1)
+    site.network.is_lost = lambda: False
+    assert not new.prefixes.blocks
+    site.after(6.0)
+    assert new.prefixes.blocks == site.proxies[0].prefixes.blocks
+
+
+def test_a_snapshot_that_nobody_asked_for_is_refused() -> None:
+    site = Site(2)
+    a, b = site.proxies
+    ask = facts("one", _PROMPT)
+    a.acquire(Role.PREFILL, ask)
+    site.after()
+    a.shared.exchange._begin_snapshot(next(iter(a.shared.exchange.siblings.alive.values())))  # pyright: ignore[reportPrivateUsage]
+    site.after()
+    assert b.shared.exchange.refused["unasked"] >= 1
+
+
+def test_an_engine_that_fails_at_one_proxy_is_avoided_by_all(site: Site) -> None:
+    a, b, _ = site.proxies
+    for number in range(10):
+        a.fleet.record_failure(a.member("decode-0").instance, connected=True, why=f"500, the {number}. time")
+    site.after()
+    assert a.member("decode-0").breaker.state is BreakerState.OPEN
+    assert b.member("decode-0").breaker.state is BreakerState.OPEN
+    assert b.acquire(Role.DECODE, facts("x", tokens=1)).id == "decode-1"
+
+
+def test_an_engine_that_one_proxy_cannot_reach_is_probed_by_the_others(site: Site) -> None:
+    a, b, _ = site.proxies
+    a.fleet.record_failure(a.member("decode-0").instance, connected=False, why="connection refused")
+    site.after()
+    assert not a.member("decode-0").ready
+    assert b.member("decode-0").ready  # it may be out of that proxy's reach alone
+    assert [member.instance.id for member in b.probed] == ["decode-0"]
+
+
+def test_a_restart_that_one_proxy_sees_empties_the_cache_for_all(site: Site) -> None:
+    a, b, _ = site.proxies
+    ask = facts("one", _PROMPT)
+    instance = a.acquire(Role.PREFILL, ask)
+    a.prefixes.record_report(ask, 1000, 0)
+    a.fleet.release(instance, ask)
+    site.after()
+    before = b.member(instance.id).instance
+    assert b.prefixes.cached_tokens(facts("x", _PROMPT))
+    member = a.member(instance.id)
+    a.fleet.record_probe(member, False, None)
+    a.fleet.record_probe(member, True, None)
+    site.after()
+    assert not b.prefixes.cached_tokens(facts("x", _PROMPT))
+    assert b.member(instance.id).instance is not before
+    after = b.member(instance.id).instance
+    c = site.proxies[2]
+    c.fleet.record_probe(c.member(instance.id), False, None)
+    c.fleet.record_probe(c.member(instance.id), True, None)
+    site.after()
+    assert b.member(instance.id).instance is after  # the same restart, told again
+
+
+def test_proxies_with_other_keys_do_not_believe_each_other() -> None:
+    site = Site(1)
+    stranger = site.start(secret=b"x" * 32)
+    site.after(1.0)
+    stranger.acquire(Role.DECODE, facts("one", tokens=100))
+    site.after(1.0)
+    a = site.proxies[0]
+    assert not len(a.shared.exchange.siblings)
+    assert a.shared.exchange.refused["authentication"] > 0
+    assert all(member.in_flight == 0 for member in a.fleet.members)
+
+
+def test_another_policy_is_told_to_the_operator(caplog: pytest.LogCaptureFixture) -> None:
+    site = Site(1)
+    site.start(policy=LeastLoad)
+    site.after(2.0)
+    told = [record for record in caplog.records if "--policy" in record.getMessage()]
+    assert len(told) == 2  # once at each
+    assert "LeastLoad" in told[0].getMessage()
+
+
+def test_clocks_may_differ() -> None:
+    site = Site(1)
+    site.start(clock_offset_s=45.0)
+    late = site.start(clock_offset_s=-90.0)
+    site.after(1.0)
+    a = site.proxies[0]
+    assert len(a.shared.exchange.siblings) == 1
+    assert a.shared.exchange.refused["format"] > 0
+    assert not len(late.shared.exchange.siblings)
+
+
+def test_a_proxy_that_is_cut_off_goes_on_and_says_so(site: Site) -> None:
+    a, b, _ = site.proxies
+    b.transport.is_connected = False
+    site.after(LEASE_S + HEARTBEAT_S)
+    assert b.shared.health() == {"reachable": False, "alive": 0}
+    assert a.shared.health() == {"reachable": True, "alive": 1}
+    ask = facts("one", _PROMPT)
+    instance = b.acquire(Role.PREFILL, ask)
+    b.transport.reconnect()
+    site.after(2 * HEARTBEAT_S)
+    assert b.shared.health() == {"reachable": True, "alive": 2}
+    assert _load(a, instance.id)[0] == 1
+
+
+def test_without_siblings_nothing_is_kept() -> None:
+    site = Site(1)
+    a = site.proxies[0]
+    for number in range(100):
+        a.acquire(Role.PREFILL, facts(f"leg {number}", _PROMPT))
+    assert not a.shared.exchange._batch  # pyright: ignore[reportPrivateUsage]
