@@ -15,7 +15,7 @@ from benchmarks.replay.generated import KINDS, generate
 from benchmarks.replay.model import replay
 from benchmarks.replay.parts import speed_for
 from benchmarks.replay.replicas import Replicas
-from benchmarks.replay.trace import Request, load
+from benchmarks.replay.trace import Request, load, spread
 from benchmarks.replay.world import World
 
 __all__ = ["main"]
@@ -51,11 +51,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", type=int, default=8)
     parser.add_argument("--blocks", type=int, default=4000, help="of 512 tokens in each engine's cache")
     parser.add_argument("--load", type=float, default=0.95, help="how busy engines are under round robin")
+    parser.add_argument("--rounded-times", action="store_true", help="requests of one time arrive at the same moment")
     given = parser.parse_args(argv)
     world = World(given.blocks, workers=given.engines)
     print(_HEAD + "\n" + "|---" * 10 + "|")
     if given.trace is not None:
-        _rows(given.trace.stem, load(given.trace)[: given.requests], world, given.load, given.replicas)
+        trace = load(given.trace)[: given.requests]
+        if not given.rounded_times:
+            trace = spread(trace)
+        _rows(given.trace.stem, trace, world, given.load, given.replicas)
     else:
         for kind in given.kind or KINDS:
             _rows(kind, generate(kind, given.requests), world, given.load, given.replicas)

@@ -6,11 +6,12 @@ block of 512 tokens; equal ids mean the same tokens after the same prefix), as i
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["BLOCK", "Request", "load", "requests"]
+__all__ = ["BLOCK", "Request", "load", "requests", "spread"]
 
 BLOCK: Final = 512
 """Tokens of a block."""
@@ -46,6 +47,23 @@ def load(path: Path) -> list[Request]:
         if not blocks or -(-rows[-1][1] // BLOCK) != len(blocks):
             raise ValueError(f"{path}:{number} has not one hash for each block of {BLOCK} tokens")
     return requests(rows)
+
+
+def spread(trace: Sequence[Request]) -> list[Request]:
+    """Spreads the requests of one time evenly over the time to the next.
+
+    The traces have their times rounded to seconds, so that up to 28 requests stand at one time.
+    """
+    times = sorted({request.at for request in trace})
+    following = dict(zip(times, [*times[1:], times[-1] + 1.0], strict=True))
+    counts = Counter(request.at for request in trace)
+    seen = Counter[float]()
+    made: list[Request] = []
+    for request in trace:
+        share = seen[request.at] / counts[request.at]
+        seen[request.at] += 1
+        made.append(request._replace(at=request.at + share * (following[request.at] - request.at)))
+    return made
 
 
 def requests(rows: Iterable[tuple[float, int, int, Sequence[int]]]) -> list[Request]:

@@ -25,7 +25,7 @@ LEASE_S: Final = 2.0
 HEARTBEAT_S: Final = 0.5
 _WATCH_S: Final = 0.1
 _BATCH_S: Final = 0.004
-"""For so long entries are collected before they are sent."""
+"""Messages are at least so far apart; entries are collected meanwhile."""
 _BATCH_BYTES: Final = 32 << 10
 _SNAPSHOT_BYTES: Final = 64 << 10
 _SNAPSHOT_WAIT_S: Final = 3.0
@@ -109,7 +109,8 @@ class Exchange:
         self._connections = 0
         self._batch: list[bytes] = []
         self._batch_bytes = 0
-        self._flush_timer: asyncio.TimerHandle | None = None
+        self._flush_timer: asyncio.Handle | None = None
+        self._flushed_at = 0.0
         self._beat_timer: asyncio.TimerHandle | None = None
         self._watch_timer: asyncio.TimerHandle | None = None
         self._snapshots: set[asyncio.Task[None]] = set()
@@ -134,7 +135,7 @@ class Exchange:
         self._watch()
 
     def publish(self, entry: Entry) -> None:
-        """Tells the siblings, a few milliseconds later. Without siblings nothing is kept."""
+        """Tells the siblings, within milliseconds. Without siblings nothing is kept."""
         if not self.siblings.alive:
             return
         encoded = encode_entry(entry)
@@ -143,7 +144,12 @@ class Exchange:
         if self._batch_bytes >= _BATCH_BYTES:
             self._flush()
         elif self._flush_timer is None:
-            self._flush_timer = self._loop.call_later(_BATCH_S, self._flush)
+            # With little to do a message leaves at the end of this turn; with much to do, many entries share one.
+            wait_s = self._flushed_at + _BATCH_S - self._loop.time()
+            if wait_s > 0.0:
+                self._flush_timer = self._loop.call_later(wait_s, self._flush)
+            else:
+                self._flush_timer = self._loop.call_soon(self._flush)
 
     async def close(self) -> None:
         """Says goodbye and ends everything."""
@@ -164,6 +170,7 @@ class Exchange:
             self._flush_timer.cancel()
             self._flush_timer = None
         if self._batch:
+            self._flushed_at = self._loop.time()
             payload = b"".join(self._batch)
             self._batch.clear()
             self._batch_bytes = 0

@@ -32,8 +32,6 @@ _UNLIKE: Final = {
     "give all proxies of a site the same keys",
 }
 _log: Final = logging.getLogger(__name__)
-_LOAD_S: Final = 0.002
-"""For so long changes of load are collected."""
 _RESTART_S: Final = 10.0
 """A restart that another proxy tells is the one that this proxy saw itself so recently."""
 
@@ -185,7 +183,7 @@ class FleetSync:
             self._fleet.record_restart_elsewhere(member)
 
     def _publish_loads_soon(self) -> None:
-        self._loop.call_later(_LOAD_S, self._publish_loads)
+        self._loop.call_soon(self._publish_loads)
 
     def _publish_loads(self) -> None:
         for load in self._loads.changed_loads():

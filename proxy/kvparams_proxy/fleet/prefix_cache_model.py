@@ -35,11 +35,13 @@ from kvparams_proxy.fleet.remote_cache_model import (
 )
 from kvparams_proxy.fleet.routing_decision import RouteExplanation, RoutingDecision
 
-__all__ = ["BLOCK_TOKENS", "PrefixCacheModel"]
+__all__ = ["BLOCK_TOKENS", "SHARED_BLOCK_TOKENS", "PrefixCacheModel"]
 
 BLOCK_TOKENS: Final = 64
 """A multiple of the block sizes of vLLM (16), TensorRT-LLM (32) and SGLang (1): a quarter of the work for less than 64
 tokens that are computed again."""
+SHARED_BLOCK_TOKENS: Final = 128
+"""Where proxies tell each other of blocks, so that a prompt of 8,000 tokens costs half a kilobyte."""
 _MOST_TOKENS: Final = 1 << 17
 """Of one prompt; what comes behind is not looked at. So many take some 0.5 ms."""
 _BLOCKS: Final = 1 << 20
@@ -54,18 +56,20 @@ _HOST: Final = 1
 class PrefixCacheModel:
     """Models the caches of all prefill engines of one fleet. Only `Fleet`, `Dispatcher` and `Execution` call it."""
 
-    def __init__(self, now: Callable[[], float], seed: int) -> None:
+    def __init__(self, now: Callable[[], float], seed: int, block_tokens: int = BLOCK_TOKENS) -> None:
         """Creates an empty model.
 
         Args:
             now: the clock, in seconds.
             seed: 64 bits that clients do not know.
+            block_tokens: the size of a block.
         """
+        self._block_tokens = block_tokens
         self._now = now
-        self._chain = BlockHasher(seed, BLOCK_TOKENS)
+        self._chain = BlockHasher(seed, self._block_tokens)
         self._index = PrefixIndex(_BLOCKS)
         self._feed = RoutingFeed(self._index, _FITS, _MOST_FITS)
-        self._fetching = RemoteCacheModel(self._index, BLOCK_TOKENS, (_MOST_FITS, _BLOCKS), (_FITS, _MOST_FITS))
+        self._fetching = RemoteCacheModel(self._index, self._block_tokens, (_MOST_FITS, _BLOCKS), (_FITS, _MOST_FITS))
         self.event_sources: Final = EventSources(self._index, self._chain, self._feed, self._namespace, now)
         """The engines that say themselves what they have."""
         self._legs: dict[Hashable, PrefillLeg] = {}
@@ -145,10 +149,12 @@ class PrefixCacheModel:
         had, grain = self._said(instance, facts.prompt_tokens, prompt_tokens, cached)
         if had is None or not grain:  # it may never say it
             return
-        most = (facts.prompt_tokens - 1) // BLOCK_TOKENS
+        most = (facts.prompt_tokens - 1) // self._block_tokens
         believed = min(len(routed.used), most)
-        if abs(believed * BLOCK_TOKENS - had) >= max(grain, BLOCK_TOKENS):
-            self._feed.record_reported(routed._replace(used=routed.used[:believed]), min(had // BLOCK_TOKENS, most))
+        if abs(believed * self._block_tokens - had) >= max(grain, self._block_tokens):
+            self._feed.record_reported(
+                routed._replace(used=routed.used[:believed]), min(had // self._block_tokens, most)
+            )
 
     def record_first_byte(self, member: Member, facts: RequestFacts) -> None:
         """Records the first byte of a leg that goes on with an answer: its prompt is computed."""
@@ -233,7 +239,7 @@ class PrefixCacheModel:
             return leg
         settled = predicted  # what its engine has told of, too
         if not expected.fetched_tokens and leg.settled < len(leg.routed.used):
-            settled = min(predicted, leg.settled * BLOCK_TOKENS)
+            settled = min(predicted, leg.settled * self._block_tokens)
         if is_own:
             self.prediction_stats.record_leg(predicted, settled, cached)
         if cached is not None:
@@ -250,7 +256,7 @@ class PrefixCacheModel:
     @property
     def chain_mark(self) -> str:
         """Tells models apart whose block hashes differ: by their seed or the size of their blocks."""
-        return self._chain.hashes(bytes(4 * BLOCK_TOKENS), 0).tobytes().hex()
+        return self._chain.hashes(bytes(4 * self._block_tokens), 0).tobytes().hex()
 
     def chain_to(self, hash: int, blocks: int) -> BlockHashes:
         """Returns the hashes of so many blocks of one prompt that end with this one; fewer where they are not known."""
@@ -330,11 +336,11 @@ class PrefixCacheModel:
 
         The last token of a prompt is always computed.
         """
-        most = (tokens - 1) // BLOCK_TOKENS
+        most = (tokens - 1) // self._block_tokens
         cached: dict[Instance, int] = {}
         held: dict[SharedStore | PeerMemory, int] = {}
         for who, blocks in self._index.match(hashes).held[_HOST].items():
-            found = BLOCK_TOKENS * min(blocks, most)
+            found = self._block_tokens * min(blocks, most)
             if isinstance(who, SharedStore | PeerMemory):
                 held[who] = found
             elif isinstance(who, Instance | Member):
@@ -371,14 +377,14 @@ class PrefixCacheModel:
 
     def _correct(self, leg: PrefillLeg, routed: RoutedRequest, cached: int, grain: int) -> None:
         """Corrects the model where the report contradicts it."""
-        most = (leg.decision.prompt_tokens - 1) // BLOCK_TOKENS
+        most = (leg.decision.prompt_tokens - 1) // self._block_tokens
         believed, settled = min(len(routed.used), most), min(leg.settled, most)
-        blocks = min(cached // BLOCK_TOKENS, most)
+        blocks = min(cached // self._block_tokens, most)
         if blocks > believed:
             if leg.reach.tokens >= cached:  # it was fetched, its cache need not be larger than believed
                 return
             self._feed.record_reported(routed._replace(used=routed.used[:believed]), blocks)
-        elif settled * BLOCK_TOKENS - cached >= max(grain, BLOCK_TOKENS):
+        elif settled * self._block_tokens - cached >= max(grain, self._block_tokens):
             self._feed.record_reported(routed._replace(used=routed.used[:settled]), blocks)
 
 

@@ -80,8 +80,10 @@ def _prefix_cache_factory(
     if not getattr(policy, "uses_prefixes", False):
         return lambda now: None
     try:
-        from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
+        from kvparams_proxy.fleet.prefix_cache_model import SHARED_BLOCK_TOKENS, PrefixCacheModel
     except ImportError as error:
         message = f"this policy needs more than is installed ({error}): pip install 'kvparams[proxy,index]'"
         raise PluginError(message) from error
-    return lambda now: PrefixCacheModel(now, randbits(64) if sharing is None else sharing.seed())
+    if sharing is not None:
+        return lambda now: PrefixCacheModel(now, sharing.seed(), SHARED_BLOCK_TOKENS)
+    return lambda now: PrefixCacheModel(now, randbits(64))

@@ -44,5 +44,5 @@ class PrefixCacheGauges(Collector):
         yield accuracy
         alarm = "1: what is expected to be cached no longer is (accuracy below 0.5, and not above 0.75 since)."
         yield GaugeMetricFamily("kvparams_proxy_prefix_cache_alarm", alarm, value=seen.alarmed)
-        blocks = "Blocks of 64 tokens that some engine is believed to have."
+        blocks = "Blocks of 64 tokens (128 where proxies share a fleet) that some engine is believed to have."
         yield GaugeMetricFamily("kvparams_proxy_prefix_cache_blocks", blocks, value=self._prefixes.blocks)

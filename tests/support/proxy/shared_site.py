@@ -12,7 +12,7 @@ from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
-from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
+from kvparams_proxy.fleet.prefix_cache_model import BLOCK_TOKENS, SHARED_BLOCK_TOKENS, PrefixCacheModel
 from tests.support.proxy.memory_network import MemoryNetwork, MemoryTransport
 
 __all__ = ["SECRET", "SharedProxy", "Waiter", "facts"]
@@ -73,7 +73,8 @@ class SharedProxy:
             clock_offset_s: how wrong its clock is.
         """
         loop = network.loop
-        prefixes = PrefixCacheModel(loop.time, seed=1) if getattr(policy, "uses_prefixes", False) else None
+        size = BLOCK_TOKENS if is_alone else SHARED_BLOCK_TOKENS
+        prefixes = PrefixCacheModel(loop.time, 1, size) if getattr(policy, "uses_prefixes", False) else None
         self._prefixes = prefixes
         self.fleet = Fleet(
             (),
