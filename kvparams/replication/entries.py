@@ -19,9 +19,12 @@ __all__ = [
     "EngineLoad",
     "EngineRestarted",
     "Entry",
+    "LegDequeued",
+    "LegQueued",
     "PrefillBegan",
     "PrefillEnded",
     "PromptComputed",
+    "RoomOffered",
     "SettingChanged",
     "decode_entries",
     "encode_entry",
@@ -38,6 +41,10 @@ _ROUTED: Final = struct.Struct("<QIQ")
 _HELD: Final = struct.Struct("<QI")
 _FAILED: Final = struct.Struct("<QB")
 _RESTARTED: Final = struct.Struct("<Q")
+_QUEUED: Final = struct.Struct("<QqIHHH")
+_OFFERED: Final = struct.Struct("<QQQ")
+_DEQUEUED: Final = struct.Struct("<QB")
+_MAX_NAME: Final = 4096
 _CHANGED: Final = struct.Struct("<QQH")
 _UNKNOWN: Final = 0xFFFF_FFFF
 """Stands for a number that an engine did not report."""
@@ -139,6 +146,37 @@ class EngineRestarted(NamedTuple):
     engine: int
 
 
+class LegQueued(NamedTuple):
+    """A leg of the sender waits for room."""
+
+    leg: int
+    """A number that the sender uses once."""
+    role: str
+    priority: int
+    tokens: int
+    """Of its prompt."""
+    tenant: str
+    model: str
+    """Empty where the request names none."""
+
+
+class RoomOffered(NamedTuple):
+    """The sender holds room for a leg that waits at another proxy."""
+
+    proxy: int
+    """Whose leg it is."""
+    leg: int
+    engine: int
+
+
+class LegDequeued(NamedTuple):
+    """A leg of the sender waits no longer."""
+
+    leg: int
+    granted: bool
+    """Whether it was given an engine."""
+
+
 class SettingChanged(NamedTuple):
     """An operator changed a setting of the site. Of two with one name the one with the higher revision stands."""
 
@@ -159,6 +197,9 @@ Entry = (
     | BlocksHeld
     | EngineFailed
     | EngineRestarted
+    | LegQueued
+    | LegDequeued
+    | RoomOffered
     | SettingChanged
 )
 
@@ -292,6 +333,42 @@ def _changed(body: memoryview) -> SettingChanged:
     return SettingChanged(revision, writer, bytes(body[_CHANGED.size : start]).decode(), bytes(body[start:]))
 
 
+def _queued_body(it: LegQueued) -> tuple[int, bytes]:
+    parts = [text.encode()[:_MAX_NAME] for text in (it.role, it.tenant, it.model)]
+    lengths = [len(part) for part in parts]
+    return 10, _QUEUED.pack(it.leg, it.priority, it.tokens, *lengths) + b"".join(parts)
+
+
+def _queued(body: memoryview) -> LegQueued:
+    leg, priority, tokens, *lengths = _QUEUED.unpack_from(body)
+    if _QUEUED.size + sum(lengths) > len(body):
+        raise struct.error("a name is cut off")
+    texts: list[str] = []
+    start = _QUEUED.size
+    for length in lengths:
+        texts.append(bytes(body[start : start + length]).decode(errors="replace"))
+        start += length
+    role, tenant, model = texts
+    return LegQueued(leg, role, priority, tokens, tenant, model)
+
+
+def _dequeued_body(it: LegDequeued) -> tuple[int, bytes]:
+    return 11, _DEQUEUED.pack(*it)
+
+
+def _dequeued(body: memoryview) -> LegDequeued:
+    leg, granted = _DEQUEUED.unpack_from(body)
+    return LegDequeued(leg, bool(granted))
+
+
+def _offered_body(it: RoomOffered) -> tuple[int, bytes]:
+    return 12, _OFFERED.pack(*it)
+
+
+def _offered(body: memoryview) -> RoomOffered:
+    return RoomOffered._make(_OFFERED.unpack_from(body))
+
+
 def _hashes(rest: memoryview) -> bytes:
     if len(rest) % 8:
         raise struct.error("block hashes have 8 bytes each")
@@ -308,6 +385,9 @@ _BODIES: Final[Mapping[type, Callable[..., tuple[int, bytes]]]] = {
     EngineFailed: _failed_body,
     EngineRestarted: _restarted_body,
     SettingChanged: _changed_body,
+    LegQueued: _queued_body,
+    LegDequeued: _dequeued_body,
+    RoomOffered: _offered_body,
 }
 _DECODERS: Final[Mapping[int, Callable[[memoryview], Entry]]] = {
     1: _load,
@@ -319,4 +399,7 @@ _DECODERS: Final[Mapping[int, Callable[[memoryview], Entry]]] = {
     7: _restarted,
     8: _changed,
     9: _held,
+    10: _queued,
+    11: _dequeued,
+    12: _offered,
 }

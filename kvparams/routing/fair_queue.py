@@ -172,7 +172,14 @@ class FairQueue(Generic[T]):
         return ticket
 
     def evict_overflow(self, newest: Ticket[T]) -> tuple[Ticket[T], OverflowReason] | None:
-        """Hold the bounds after `newest` has joined: who has to go for it, and why. That one has left the queue.
+        """Hold the bounds after `newest` has joined: who has to go for it, and why. That one has left the queue."""
+        over = self.find_overflow(newest)
+        if over is not None:
+            self.cancel(over[0])
+        return over
+
+    def find_overflow(self, newest: Ticket[T]) -> tuple[Ticket[T], OverflowReason] | None:
+        """Who has to go for `newest`, which has joined, and why; None while the bounds hold. Cancel that one.
 
         In a full queue the newest of the tenant who has most waiting goes, in the lowest priority: a flood fills only
         what the others leave.
@@ -180,17 +187,14 @@ class FairQueue(Generic[T]):
         flow = newest.flow
         mine = self._tenants[flow.tenant] - 1  # before it came
         if self._limits.per_tenant is not None and mine >= self._limits.per_tenant:
-            self.cancel(newest)
             return newest, OverflowReason.TENANT
         if self._live <= self._limits.waiting:
             return None
         level = self._levels[self._priorities[0]]
         if flow.priority == self._priorities[0] and flow.waiting == level.most:
             many = len(self._tenants) > 1 and mine * len(self._tenants) >= self._live - 1
-            self.cancel(newest)
             return newest, OverflowReason.TENANT if many else OverflowReason.QUEUE
         victim = self._newest(next(iter(level.by_waiting[level.most].values())))
-        self.cancel(victim)
         return victim, OverflowReason.TENANT
 
     def would_overflow(self, tenant: str, priority: int) -> OverflowReason | None:

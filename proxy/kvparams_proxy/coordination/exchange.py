@@ -58,6 +58,10 @@ class ExchangeListener(Protocol):
         """Hears that a heartbeat is about to be sent."""
         ...
 
+    def changed_loads(self) -> Iterable[EngineLoad]:
+        """Returns this proxy's own loads that have changed since the last call."""
+        ...
+
     def loads(self) -> Iterable[EngineLoad]:
         """Returns this proxy's own load: engines without any are left out."""
         ...
@@ -143,7 +147,12 @@ class Exchange:
         self._batch_bytes += len(encoded)
         if self._batch_bytes >= _BATCH_BYTES:
             self._flush()
-        elif self._flush_timer is None:
+        else:
+            self.flush_soon()
+
+    def flush_soon(self) -> None:
+        """Sends what there is to tell, within milliseconds."""
+        if self._flush_timer is None:
             # With little to do a message leaves at the end of this turn; with much to do, many entries share one.
             wait_s = self._flushed_at + _BATCH_S - self._loop.time()
             if wait_s > 0.0:
@@ -169,11 +178,13 @@ class Exchange:
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
-        if self._batch:
+        # Loads come first: who hears that a leg waits no longer must know that it runs.
+        loads = map(encode_entry, self._listener.changed_loads())
+        payload = b"".join((*loads, *self._batch))
+        self._batch.clear()
+        self._batch_bytes = 0
+        if payload and self.siblings.alive:
             self._flushed_at = self._loop.time()
-            payload = b"".join(self._batch)
-            self._batch.clear()
-            self._batch_bytes = 0
             self._send_in_order(MessageKind.ENTRIES, payload)
 
     def _send_in_order(self, kind: MessageKind, payload: bytes) -> None:

@@ -8,13 +8,22 @@ from pathlib import Path
 from secrets import randbits
 from typing import TYPE_CHECKING, Final
 
-from kvparams.replication.entries import EngineFailed, EngineLoad, EngineRestarted, Entry
+from kvparams.replication.entries import (
+    EngineFailed,
+    EngineLoad,
+    EngineRestarted,
+    Entry,
+    LegDequeued,
+    LegQueued,
+    RoomOffered,
+)
 from kvparams.replication.messages import MessageAuthenticator
 from kvparams.replication.siblings import Sibling
 from kvparams_proxy.config.share_url import ShareURL
 from kvparams_proxy.config.sharing import SharingSettings
 from kvparams_proxy.coordination.exchange import Exchange
 from kvparams_proxy.coordination.load_sync import EngineNames, LoadSync
+from kvparams_proxy.coordination.queue_sync import QueueSync
 from kvparams_proxy.coordination.transport import Transport
 from kvparams_proxy.coordination.unix_transport import UnixTransport
 from kvparams_proxy.fleet.fleet import Fleet
@@ -77,7 +86,8 @@ class FleetSync:
         """When this proxy saw a member restart last."""
         self._names = EngineNames()
         self.exchange: Final = Exchange(loop, own_id, transport, self._authenticator, self, self._describe, wall_clock)
-        self._loads = LoadSync(fleet, self._names, self._publish_loads_soon, self.exchange.siblings.alive)
+        self._loads = LoadSync(fleet, self._names, self.exchange.flush_soon, self.exchange.siblings.alive)
+        self._queues = QueueSync(fleet, own_id, self._names, self.exchange.publish, loop.time, loop.call_later)
         self._caches = _prefix_sync(prefixes, self._names, self.exchange.publish)
         fleet.add_listener(self)
         fleet.share_with(self)
@@ -88,6 +98,7 @@ class FleetSync:
 
     async def close(self) -> None:
         """Ends the sharing."""
+        self._queues.close()
         await self.exchange.close()
 
     def health(self) -> dict[str, object]:
@@ -134,6 +145,8 @@ class FleetSync:
             self._loads.apply(sibling, entry)
         elif isinstance(entry, EngineFailed | EngineRestarted):
             self._apply_event(entry)
+        elif isinstance(entry, LegQueued | LegDequeued | RoomOffered):
+            self._queues.apply(sibling, entry)
         elif self._caches is not None and sibling.info.get("chain", self._info.get("chain")) == self._info["chain"]:
             self._caches.apply(sibling, entry)
 
@@ -143,6 +156,7 @@ class FleetSync:
 
     def forget_legs(self, sibling: Sibling) -> None:
         """See `ExchangeListener`."""
+        self._queues.forget_legs(sibling)
         if self._caches is not None:
             self._caches.forget_legs(sibling)
 
@@ -158,12 +172,17 @@ class FleetSync:
         """See `ExchangeListener`."""
         self._authenticator.use_secrets(self._secrets())
 
+    def changed_loads(self) -> Iterable[EngineLoad]:
+        """See `ExchangeListener`."""
+        return self._loads.changed_loads()
+
     def loads(self) -> Iterable[EngineLoad]:
         """See `ExchangeListener`."""
         return self._loads.loads()
 
     def snapshot(self) -> Iterator[Entry | None]:
         """See `ExchangeListener`."""
+        yield from self._queues.snapshot()
         if self._caches is not None:
             yield from self._caches.snapshot()
 
@@ -181,13 +200,6 @@ class FleetSync:
         elif self._loop.time() - self._restarts.get(member, -_RESTART_S) >= _RESTART_S:
             self._restarts[member] = self._loop.time()
             self._fleet.record_restart_elsewhere(member)
-
-    def _publish_loads_soon(self) -> None:
-        self._loop.call_soon(self._publish_loads)
-
-    def _publish_loads(self) -> None:
-        for load in self._loads.changed_loads():
-            self.exchange.publish(load)
 
     def _describe(self) -> Mapping[str, object]:
         blocks = 0 if self._prefixes is None else self._prefixes.blocks

@@ -16,7 +16,7 @@ from kvparams.routing.breaker import BreakerState
 from kvparams.routing.fair_queue import Ticket
 from kvparams.routing.pairing import PairKey
 from kvparams_proxy.fleet.candidates import Candidates
-from kvparams_proxy.fleet.leg_queue import LegQueue, LegWaiter, QueuedLeg
+from kvparams_proxy.fleet.leg_queue import LegQueue, LegWaiter, QueuedLeg, QueueObserver, RemoteLeg
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.slow_start import CallLater, SlowStart
 
@@ -74,7 +74,7 @@ class Dispatcher(Candidates):
     @property
     def waiting_legs(self) -> int:
         """The number of legs that wait for room."""
-        return len(self._room)
+        return len(self._room) - self._room.remote_legs
 
     # what a request needs
 
@@ -150,6 +150,33 @@ class Dispatcher(Candidates):
         """Handles legs of other proxies that have ended: waiting legs may have room now."""
         if self.has_limits and self._room:
             self._serve()
+
+    def push_remote(self, leg: RemoteLeg) -> None:
+        """Adds a leg that waits at another proxy."""
+        model = leg.facts.model
+        self._room.push_remote(leg, model if model is None or model in self._named else "")
+
+    def drop_remote(self, leg: RemoteLeg, *, granted: bool) -> None:
+        """Removes a leg that waits no longer at another proxy."""
+        self._room.drop_remote(leg, granted=granted)
+        self.room_made()
+
+    def accept_offer(self, waiter: LegWaiter, member: Member) -> None:
+        """Grants a waiting leg the room that another proxy holds for it. Does nothing if it waits no longer."""
+        ticket = self._room.find(waiter)
+        if ticket is None or not member.available or member not in self._find(ticket.item.facts.model):
+            return
+        facts = ticket.item.facts
+        self._room.take(ticket)
+        if self._prefixes is not None:
+            self._turn += 1
+            self._prefixes.choose(self._policy, [member], facts, self._turn)
+        self._count(member, facts)
+        waiter.granted(member.instance)
+
+    def watch_queue(self, observer: QueueObserver) -> None:
+        """Tells `observer` which legs wait, from now on."""
+        self._room.observer = observer
 
     def begin_slow_start(self, member: Member) -> None:
         """Begins the slow start of a member that is about to become ready."""
@@ -280,6 +307,10 @@ class Dispatcher(Candidates):
             for passed, ticket in enumerate(line):
                 item = ticket.item
                 candidates = self._find(item.facts.model, item.paired_with)
+                if isinstance(item.waiter, RemoteLeg):
+                    if not self._offer(item.waiter, candidates, kept):
+                        break
+                    continue
                 preferred = self._preferred(candidates, item.avoid, item.facts.model, item.paired_with)
                 chosen = self._choose(preferred, candidates, item.facts, kept)
                 if chosen is not None:
@@ -288,6 +319,24 @@ class Dispatcher(Candidates):
                     kept.update(preferred)
                     break
         return None
+
+    def _offer(self, leg: RemoteLeg, candidates: list[Member], kept: set[Member]) -> bool:
+        """Offers room to a leg of another proxy whose turn it is, and holds the room until that proxy has answered.
+
+        Returns whether there may be room for those behind it.
+        """
+        observer = self._room.observer
+        if observer is None or leg.is_offered or self._now() < leg.queue.ignored_until:
+            return True
+        tokens = leg.facts.prompt_tokens
+        roomy = [member for member in candidates if member not in kept and self._fits(member, tokens)]
+        if not roomy:
+            return self._tokens is not None
+        chosen = min(roomy, key=lambda member: member.in_flight)
+        self._count(chosen, leg.facts)
+        leg.is_offered = True
+        observer.offer_room(self.role, leg, chosen.instance)
+        return True
 
     def _keep(self, preferred: list[Member], kept: set[Member]) -> bool:
         """Keeps an instance for a leg without room. Returns whether other instances may have room for those behind it.

@@ -12,7 +12,7 @@ from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.routing.pairing import PairTarget, pair_key
 from kvparams_proxy.fleet.fleet_members import FleetMembers
 from kvparams_proxy.fleet.health import RoleHealth, health_by_role
-from kvparams_proxy.fleet.leg_queue import LegWaiter
+from kvparams_proxy.fleet.leg_queue import LegWaiter, QueueObserver, RemoteLeg
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.member import Member
@@ -187,6 +187,23 @@ class Fleet(FleetMembers):
         member.elsewhere, member.elsewhere_tokens = in_flight, tokens
         if more < 0:
             self._roles[member.instance.role].room_made()
+
+    def push_remote(self, role: Role, leg: RemoteLeg) -> None:
+        """Adds a leg that waits for room at another proxy."""
+        self._roles[role].push_remote(leg)
+
+    def drop_remote(self, role: Role, leg: RemoteLeg, *, granted: bool) -> None:
+        """Removes a leg that waits no longer at another proxy. Its tenant is charged if it was granted."""
+        self._roles[role].drop_remote(leg, granted=granted)
+
+    def accept_offer(self, role: Role, waiter: LegWaiter, member: "Member") -> None:
+        """Grants a waiting leg the room that another proxy holds for it. Does nothing if it waits no longer."""
+        self._roles[role].accept_offer(waiter, member)
+
+    def watch_queues(self, observer: QueueObserver) -> None:
+        """Tells `observer` which legs wait for room, from now on."""
+        for dispatcher in self._roles.values():
+            dispatcher.watch_queue(observer)
 
     def record_failure_elsewhere(self, member: "Member", why: str) -> None:
         """Records that a leg of another proxy failed there."""

@@ -4,7 +4,7 @@ Each waiter hears exactly once how its wait ended, unless it gives up.
 """
 
 from collections.abc import Callable, Collection, Generator
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.routing.admission import DrainRate, QueueLimits, retry_after_s
@@ -13,7 +13,10 @@ from kvparams.routing.pairing import PairKey
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.slow_start import CallLater, CancellableTimer
 
-__all__ = ["LegQueue", "LegWaiter", "QueuedLeg", "unavailable_error"]
+__all__ = ["LegQueue", "LegWaiter", "QueueObserver", "QueuedLeg", "RemoteLeg", "RemoteQueue", "unavailable_error"]
+
+_REMOTE_WAITS: Final = 1.5
+"""A leg of another proxy is forgotten after so many times the longest wait: its proxy has long refused it."""
 
 
 class LegWaiter(Protocol):
@@ -36,10 +39,48 @@ class LegWaiter(Protocol):
         ...
 
 
+class QueueObserver(Protocol):
+    """Hears of this proxy's waiting legs, to tell other proxies."""
+
+    def leg_queued(self, role: Role, waiter: LegWaiter) -> None:
+        """Hears that a leg waits that may run on any instance of its role and model."""
+        ...
+
+    def offer_room(self, role: Role, leg: "RemoteLeg", instance: Instance) -> None:
+        """Hears that room is held for a leg of another proxy: it is to be released when that proxy has answered."""
+        ...
+
+    def leg_dequeued(self, role: Role, waiter: LegWaiter, *, granted: bool) -> None:
+        """Hears that a leg waits no longer."""
+        ...
+
+
+class RemoteQueue:
+    """The queue of another proxy."""
+
+    __slots__ = ("ignored_until",)
+
+    def __init__(self) -> None:
+        self.ignored_until = 0.0
+        """Until then no room is left to it: it has not taken what it was left."""
+
+
+class RemoteLeg:
+    """A leg that waits at another proxy. It has its place in the order, and is given nothing here."""
+
+    __slots__ = ("facts", "is_offered", "queue")
+
+    def __init__(self, queue: RemoteQueue, facts: RequestFacts) -> None:
+        self.queue = queue
+        self.facts = facts
+        self.is_offered = False
+        """Whether room is held for it."""
+
+
 class QueuedLeg(NamedTuple):
     """A waiting leg, with the conditions of its choice."""
 
-    waiter: LegWaiter
+    waiter: LegWaiter | RemoteLeg
     facts: RequestFacts
     avoid: Collection[str]
     """See `Fleet.acquire`."""
@@ -68,7 +109,10 @@ class LegQueue:
         self._call_later = call_later
         self._expired = expired
         self._queue: FairQueue[QueuedLeg] = FairQueue(limits)
-        self._tickets: dict[LegWaiter, Ticket[QueuedLeg]] = {}
+        self._tickets: dict[LegWaiter | RemoteLeg, Ticket[QueuedLeg]] = {}
+        self.observer: QueueObserver | None = None
+        self.remote_legs = 0
+        """Of those that wait, those of other proxies."""
         self._rate = DrainRate()
         self._timer: CancellableTimer | None = None
         self._closed = False
@@ -104,6 +148,42 @@ class LegQueue:
         )
         if self._timer is None:
             self._timer = self._call_later(self._wait_s, self._expire)
+        if self.observer is not None and not avoid and beside is None:
+            self.observer.leg_queued(self._role, waiter)
+
+    def find(self, waiter: LegWaiter) -> Ticket[QueuedLeg] | None:
+        """Returns the ticket of a leg, or None if it does not wait."""
+        return self._tickets.get(waiter)
+
+    def push_remote(self, leg: RemoteLeg, model: str | None) -> None:
+        """Adds a leg that waits at another proxy. One of this proxy's legs may have to make room for it."""
+        if self._closed:
+            return
+        facts = leg.facts
+        ticket = self._tickets[leg] = self._queue.push(
+            QueuedLeg(leg, facts, ()),
+            tenant=facts.tenant,
+            priority=facts.priority,
+            cost=max(1, facts.prompt_tokens) if self._by_tokens else 1,
+            deadline=self._now() + _REMOTE_WAITS * self._wait_s,
+            lane=(model, frozenset[str](), None),
+        )
+        self.remote_legs += 1
+        over = self._queue.find_overflow(ticket)
+        if over is not None and not isinstance(over[0].item.waiter, RemoteLeg):
+            self._queue.cancel(over[0])
+            self._refuse(over[0], self._full(over[1], over[0].item.facts.tenant))
+
+    def drop_remote(self, leg: RemoteLeg, *, granted: bool) -> None:
+        """Removes a leg that waits no longer at another proxy. Its tenant is charged if it was granted."""
+        ticket = self._tickets.pop(leg, None)
+        if ticket is None:
+            return
+        self.remote_legs -= 1
+        if granted:
+            self._queue.take(ticket)
+        else:
+            self._queue.cancel(ticket)
 
     def enforce_limits(self, waiter: LegWaiter) -> None:
         """Enforces the limits after this leg has entered: it or another may be refused.
@@ -112,13 +192,15 @@ class LegQueue:
             ProxyError: 429 or 503, because it may not wait.
         """
         ticket = self._tickets.get(waiter)
-        over = None if ticket is None else self._queue.evict_overflow(ticket)
-        if over is None:
+        over = None if ticket is None else self._queue.find_overflow(ticket)
+        if over is None or isinstance(over[0].item.waiter, RemoteLeg):  # its own proxy sends that one away
             return
         loser, full = over
+        self._queue.cancel(loser)
         error = self._full(full, loser.item.facts.tenant)
         if loser is ticket:
             del self._tickets[waiter]
+            self._dequeued(waiter, granted=False)
             raise error
         self._refuse(loser, error)
 
@@ -138,6 +220,7 @@ class LegQueue:
         if ticket is None:
             return False
         self._queue.cancel(ticket)
+        self._dequeued(waiter, granted=False)
         return True
 
     def lane_heads(self) -> list[Ticket[QueuedLeg]]:
@@ -151,7 +234,10 @@ class LegQueue:
     def take(self, ticket: Ticket[QueuedLeg]) -> LegWaiter:
         """Removes a leg that is served."""
         waiter = self._queue.take(ticket).waiter
+        if isinstance(waiter, RemoteLeg):
+            raise TypeError("a leg of another proxy is granted nothing here")
         del self._tickets[waiter]
+        self._dequeued(waiter, granted=True)
         return waiter
 
     def record_leg_end(self) -> None:
@@ -161,6 +247,8 @@ class LegQueue:
     def refuse_where(self, why: Callable[[QueuedLeg], ProxyError | None]) -> None:
         """Refuses all legs for which there is an error."""
         for ticket in self._queue.list_waiting():
+            if isinstance(ticket.item.waiter, RemoteLeg):
+                continue
             if ticket.waiting and (error := why(ticket.item)) is not None:
                 self._queue.cancel(ticket)
                 self._refuse(ticket, error)
@@ -177,7 +265,15 @@ class LegQueue:
         waiter = ticket.item.waiter
         if self._tickets.get(waiter) is ticket:
             del self._tickets[waiter]
-            waiter.refused(error)
+            if isinstance(waiter, RemoteLeg):
+                self.remote_legs -= 1
+            else:
+                self._dequeued(waiter, granted=False)
+                waiter.refused(error)
+
+    def _dequeued(self, waiter: LegWaiter, *, granted: bool) -> None:
+        if self.observer is not None:
+            self.observer.leg_dequeued(self._role, waiter, granted=granted)
 
     def _expire(self) -> None:
         self._timer = None

@@ -15,9 +15,12 @@ from kvparams.replication.entries import (
     EngineLoad,
     EngineRestarted,
     Entry,
+    LegDequeued,
+    LegQueued,
     PrefillBegan,
     PrefillEnded,
     PromptComputed,
+    RoomOffered,
     SettingChanged,
     decode_entries,
     encode_entry,
@@ -48,6 +51,9 @@ _ENTRIES: st.SearchStrategy[Any] = st.one_of(
     .flatmap(lambda two: st.builds(BlocksHeld, _U64, _U32, st.just(two[0]), st.just(two[1]))),
     st.builds(EngineFailed, _U64, st.booleans(), _TEXT),
     st.builds(EngineRestarted, _U64),
+    st.builds(LegQueued, _U64, st.just("decode"), st.integers(-(2**63), 2**63 - 1), _U32, _TEXT, _TEXT),
+    st.builds(LegDequeued, _U64, st.booleans()),
+    st.builds(RoomOffered, _U64, _U64, _U64),
     st.builds(SettingChanged, _U64, _U64, _TEXT, st.binary(max_size=100)),
 )
 
