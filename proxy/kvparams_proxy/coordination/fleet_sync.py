@@ -16,6 +16,7 @@ from kvparams.replication.entries import (
     LegDequeued,
     LegQueued,
     RoomOffered,
+    SettingChanged,
 )
 from kvparams.replication.messages import MessageAuthenticator
 from kvparams.replication.siblings import Sibling
@@ -24,6 +25,7 @@ from kvparams_proxy.config.sharing import SharingSettings
 from kvparams_proxy.coordination.exchange import Exchange
 from kvparams_proxy.coordination.load_sync import EngineNames, LoadSync
 from kvparams_proxy.coordination.queue_sync import QueueSync
+from kvparams_proxy.coordination.settings_sync import SettingsSync
 from kvparams_proxy.coordination.transport import Transport
 from kvparams_proxy.coordination.unix_transport import UnixTransport
 from kvparams_proxy.fleet.fleet import Fleet
@@ -41,6 +43,7 @@ _UNLIKE: Final = {
     "give all proxies of a site the same keys",
 }
 _log: Final = logging.getLogger(__name__)
+_UNLIKE_BEATS: Final = 2
 _RESTART_S: Final = 10.0
 """A restart that another proxy tells is the one that this proxy saw itself so recently."""
 
@@ -81,12 +84,16 @@ class FleetSync:
             self._info["chain"] = prefixes.chain_mark
         self.probe: Callable[[Member], None] = lambda member: None
         """Probes a member at once."""
+        self._unlike_beats = 0
+        """Heartbeats since all proxies had the same settings."""
         self._warned: set[tuple[int, str]] = set()
         self._restarts: dict[Member, float] = {}
         """When this proxy saw a member restart last."""
         self._names = EngineNames()
         self.exchange: Final = Exchange(loop, own_id, transport, self._authenticator, self, self._describe, wall_clock)
         self._loads = LoadSync(fleet, self._names, self.exchange.flush_soon, self.exchange.siblings.alive)
+        self.settings: Final = SettingsSync(own_id, self.exchange.publish)
+        """The operator's changes."""
         self._queues = QueueSync(fleet, own_id, self._names, self.exchange.publish, loop.time, loop.call_later)
         self._caches = _prefix_sync(prefixes, self._names, self.exchange.publish)
         fleet.add_listener(self)
@@ -145,6 +152,8 @@ class FleetSync:
             self._loads.apply(sibling, entry)
         elif isinstance(entry, EngineFailed | EngineRestarted):
             self._apply_event(entry)
+        elif isinstance(entry, SettingChanged):
+            self.settings.apply_entry(entry)
         elif isinstance(entry, LegQueued | LegDequeued | RoomOffered):
             self._queues.apply(sibling, entry)
         elif self._caches is not None and sibling.info.get("chain", self._info.get("chain")) == self._info["chain"]:
@@ -171,6 +180,15 @@ class FleetSync:
     def beat(self) -> None:
         """See `ExchangeListener`."""
         self._authenticator.use_secrets(self._secrets())
+        known = {each.info.get("settings") for each in self.exchange.siblings.alive.values()} - {None}
+        if known <= {self.settings.digest}:
+            self._unlike_beats = 0
+            return
+        self._unlike_beats += 1
+        if self._unlike_beats > _UNLIKE_BEATS:  # a change was lost: the newest of each name wins again
+            self._unlike_beats = 0
+            for entry in self.settings.snapshot():
+                self.exchange.publish(entry)
 
     def changed_loads(self) -> Iterable[EngineLoad]:
         """See `ExchangeListener`."""
@@ -182,6 +200,7 @@ class FleetSync:
 
     def snapshot(self) -> Iterator[Entry | None]:
         """See `ExchangeListener`."""
+        yield from self.settings.snapshot()
         yield from self._queues.snapshot()
         if self._caches is not None:
             yield from self._caches.snapshot()
@@ -203,7 +222,12 @@ class FleetSync:
 
     def _describe(self) -> Mapping[str, object]:
         blocks = 0 if self._prefixes is None else self._prefixes.blocks
-        return {**self._info, "blocks": blocks, "has_snapshot": self.exchange.has_snapshot}
+        return {
+            **self._info,
+            "settings": self.settings.digest,
+            "blocks": blocks,
+            "has_snapshot": self.exchange.has_snapshot,
+        }
 
 
 def _make_transport(loop: asyncio.AbstractEventLoop, place: ShareURL | Path, own_id: int) -> Transport:

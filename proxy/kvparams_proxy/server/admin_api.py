@@ -15,11 +15,10 @@
     PUT    /admin/modes                    the same from now on; requests that run are not touched
     POST   /admin/explain-route            where this request would go now, and why; ?path= and ?tenant=
 
-What is added here is forgotten when the proxy ends. A request is read only after its token has been verified, and no
-response contains a secret.
+A change holds at all proxies of the site (`--share`), and is forgotten when the last of them ends. A request is read
+only after its token has been verified, and no response contains a secret.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import replace
 from typing import Final, cast
@@ -33,25 +32,21 @@ from kvparams.jsontext.document import JSONLimits, read_object
 from kvparams.jsontext.receivers import OPEN_OBJECT, TreeBuilder
 from kvparams_proxy.config.fleet_document import MAX_INSTANCES
 from kvparams_proxy.config.mode_parsing import mode_document, parse_modes
-from kvparams_proxy.config.spec_parsing import parse_spec
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.member import Member
-from kvparams_proxy.fleet.registry.credentials import load_credentials
-from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
 from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.requests.asgi_body import read_asgi_body
 from kvparams_proxy.requests.body import RequestBody
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.server.route_explanation import explain_route
+from kvparams_proxy.server.shared_admin import ADMIN_SOURCE, SharedAdmin, admin_specs, checked_spec, spec_document
 from kvparams_proxy.telemetry.proxy_gauges import leases_by_instance
 
 __all__ = ["ADMIN_SOURCE", "admin_routes"]
 
-ADMIN_SOURCE: Final = "admin"
-"""The name of this source."""
 _BODY: Final = JSONLimits(max_bytes=64 << 10, max_depth=6, max_containers=1_000, max_strings=4_000)
 """Far more than the longest list of modes has."""
 
@@ -139,11 +134,12 @@ async def _show(registry: Registry, request: Request) -> Response:
 
 
 async def _add(registry: Registry, request: Request) -> Response:
-    entry = await _checked(registry, await _body(request))
+    entry = await checked_spec(registry, await _body(request))
     _require_free(registry, entry.id)
-    if len(_mine(registry)) >= MAX_INSTANCES:
+    if len(admin_specs(registry)) >= MAX_INSTANCES:
         raise ProxyError(409, "conflict_error", f"{MAX_INSTANCES} instances were added here; remove some first")
-    registry.publish(ADMIN_SOURCE, [*_mine(registry), entry])
+    registry.publish(ADMIN_SOURCE, [*admin_specs(registry), entry])
+    _shared(request).instance_changed(entry)
     headers = {"location": f"/admin/instances/{entry.id}"}
     return JSONResponse(_instance_document(registry, _member(registry, entry.id), _leases(request)), 201, headers)
 
@@ -159,35 +155,26 @@ async def _change(registry: Registry, request: Request) -> Response:
     if changes:
         _require_mine(registry, id, "change it there; here it can only be drained")
         now = registry.owned[id].spec
-        document: dict[str, object] = {"id": id, "url": now.url, "role": now.role}
-        document |= {"connector": now.dialect, "labels": now.labels}
-        if now.bootstrap is not None:
-            document["bootstrap"] = now.bootstrap
-        if now.addresses:
-            document["addresses"] = list(now.addresses)
-        if now.kv_events is not None:
-            document["kv_events"] = now.kv_events
-        if now.kv_events_replay is not None:
-            document["kv_events_replay"] = now.kv_events_replay
-        if "connector" not in changes:
-            document["store"] = now.store or False
-        for name in ("group", "compatibility"):
-            if (value := getattr(now, name)) is not None:
-                document[name] = value
-        entry = await _checked(registry, document | changes)
-        if all(other.id != id for other in _mine(registry)):  # removed meanwhile
+        document = spec_document(now)
+        if "connector" in changes:
+            del document["store"]
+        entry = await checked_spec(registry, document | changes)
+        if all(other.id != id for other in admin_specs(registry)):  # removed meanwhile
             raise _unknown(id)
         entry = replace(entry, drain=now.drain)
-        registry.publish(ADMIN_SOURCE, [entry if other.id == id else other for other in _mine(registry)])
+        registry.publish(ADMIN_SOURCE, [entry if other.id == id else other for other in admin_specs(registry)])
+        _shared(request).instance_changed(entry)
     if drain is not None:
         registry.drain(id, drain)
+        _shared(request).drained(id, drain)
     return JSONResponse(_instance_document(registry, _member(registry, id), _leases(request)))
 
 
 async def _remove(registry: Registry, request: Request) -> Response:
     id = _id(registry, request)
     _require_mine(registry, id, "take it out there, or drain it here")
-    registry.publish(ADMIN_SOURCE, [entry for entry in _mine(registry) if entry.id != id])
+    registry.publish(ADMIN_SOURCE, [entry for entry in admin_specs(registry) if entry.id != id])
+    _shared(request).instance_removed(id)
     return JSONResponse({"object": "instance", "id": id, "deleted": True})
 
 
@@ -202,6 +189,7 @@ async def _undrain(registry: Registry, request: Request) -> Response:
 def _set_drain(registry: Registry, request: Request, on: bool) -> Response:
     id = _id(registry, request)
     registry.drain(id, on)
+    _shared(request).drained(id, on)
     return JSONResponse(_instance_document(registry, _member(registry, id), _leases(request)))
 
 
@@ -216,6 +204,7 @@ async def _undrain_group(registry: Registry, request: Request) -> Response:
 def _set_group_drain(registry: Registry, request: Request, on: bool) -> Response:
     for id in (ids := _of_group(registry, request)):
         registry.drain(id, on)
+        _shared(request).drained(id, on)
     held = _leases(request)
     return JSONResponse(
         {"object": "list", "data": [_instance_document(registry, _member(registry, id), held) for id in ids]}
@@ -226,7 +215,9 @@ async def _remove_group(registry: Registry, request: Request) -> Response:
     ids = _of_group(registry, request)
     for id in ids:
         _require_mine(registry, id, "take the group out there, or drain it here")
-    registry.publish(ADMIN_SOURCE, [entry for entry in _mine(registry) if entry.id not in ids])
+    registry.publish(ADMIN_SOURCE, [entry for entry in admin_specs(registry) if entry.id not in ids])
+    for id in ids:
+        _shared(request).instance_removed(id)
     return JSONResponse({"object": "group", "id": request.path_params["group"], "instances": ids, "deleted": True})
 
 
@@ -251,6 +242,7 @@ async def _switch(registry: Registry, request: Request) -> Response:
     problems.raise_if_any()
     modes: ActiveModes = request.state.modes
     modes.replace(wanted, ADMIN_SOURCE)
+    _shared(request).modes_changed()
     return await _modes(registry, request)
 
 
@@ -271,30 +263,6 @@ def _document(raw: bytes) -> Generator[None, None, dict[str, object]]:
     built = TreeBuilder(OPEN_OBJECT)
     yield from read_object(raw, built, _BODY)
     return cast("dict[str, object]", built.value)
-
-
-async def _checked(registry: Registry, document: object) -> InstanceSpec:
-    """Checks an entry that came over the network, and its access."""
-    problems = ConfigProblems()
-    rules = replace(registry.spec_rules, may_name_credentials=False)
-    entry = parse_spec(document, "", rules, problems)
-    problems.raise_if_any()
-    if entry is None:  # never without a problem
-        raise ConfigError(("the instance cannot be used",))
-    if registry.is_local(entry):
-        raise ConfigError(
-            (f"role: the engine beside this sidecar does all {entry.role}; add others of the other role",)
-        )
-    if entry.credential_sources != rules.credential_sources:
-        access = await asyncio.to_thread(load_credentials, entry.credential_sources, "the instance", problems)
-        problems.raise_if_any()
-        entry = replace(entry, credentials=access)
-    return entry
-
-
-def _mine(registry: Registry) -> tuple[InstanceSpec, ...]:
-    state = registry.sources.get(ADMIN_SOURCE)
-    return () if state is None else state.desired_specs
 
 
 def _id(registry: Registry, request: Request) -> str:
@@ -323,6 +291,12 @@ def _require_mine(registry: Registry, id: str, instead: str) -> None:
     source = registry.owned[id].source
     if source != ADMIN_SOURCE:
         raise ProxyError(409, "conflict_error", f"{id} belongs to {source}: {instead}", param="id")
+
+
+def _shared(request: Request) -> SharedAdmin:
+    """Returns what tells a change to the other proxies."""
+    shared: SharedAdmin = request.state.shared_admin
+    return shared
 
 
 def _leases(request: Request) -> Mapping[str, int]:

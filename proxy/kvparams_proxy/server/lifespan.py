@@ -24,6 +24,7 @@ from kvparams_proxy.config.settings import DEFAULT_MODES, Settings
 from kvparams_proxy.config.signing import ReloadingSigner
 from kvparams_proxy.coordination.exchange_gauges import ExchangeGauges
 from kvparams_proxy.coordination.fleet_sync import FleetSync
+from kvparams_proxy.coordination.settings_sync import SettingsSync
 from kvparams_proxy.event_loop.clock import StallAwareClock
 from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.event_loop.step_runner import StepRunner
@@ -48,6 +49,7 @@ from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
 from kvparams_proxy.server.draining import DrainState
 from kvparams_proxy.server.memory_trimmer import MemoryTrimmer
 from kvparams_proxy.server.request_handler import RequestHandler
+from kvparams_proxy.server.shared_admin import SharedAdmin
 from kvparams_proxy.telemetry.exposition import MetricsExposition
 from kvparams_proxy.telemetry.kv_event_gauges import KVEventGauges
 from kvparams_proxy.telemetry.loop_lag import LoopLag
@@ -119,6 +121,8 @@ async def app_lifespan(
             )
             for each in ENDPOINTS
         }
+        shared_admin = SharedAdmin(parts.registry, plugins.modes, _settings_sync(parts.sync))
+        stack.push_async_callback(shared_admin.close)
         await _start_tasks(stack, settings, plugins, parts)
         stack.push_async_callback(_end_running, resources)
         parts.fleet.startup_complete()
@@ -131,6 +135,7 @@ async def app_lifespan(
             "keys": plugins.keys,
             "draining": DrainState(),
             "sync": parts.sync,
+            "shared_admin": shared_admin,
             DIRECT_ENDPOINTS_KEY: {path.encode(): endpoint for path, endpoint in generate.items()},
         }
 
@@ -222,6 +227,11 @@ def _open_sync(
     sync = FleetSync(loop, fleet, prefixes, settings.sharing, {"version": __version__, "policy": settings.policy})
     stack.push_async_callback(sync.close)
     return sync
+
+
+def _settings_sync(sync: FleetSync | None) -> SettingsSync:
+    """Returns what tells the operator's changes; without other proxies it tells nobody."""
+    return SettingsSync(0, lambda entry: None) if sync is None else sync.settings
 
 
 def _open_telemetry(

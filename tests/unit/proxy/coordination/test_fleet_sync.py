@@ -338,3 +338,25 @@ def test_without_siblings_nothing_is_kept() -> None:
     for number in range(100):
         a.acquire(Role.PREFILL, facts(f"leg {number}", _PROMPT))
     assert not a.shared.exchange._batch  # pyright: ignore[reportPrivateUsage]
+
+
+def test_settings_reach_everybody_even_if_a_message_is_lost(site: Site) -> None:
+    a, b, c = site.proxies
+    used: list[tuple[str, object]] = []
+    b.shared.settings.apply = lambda name, value: used.append((name, value))
+    a.shared.settings.write("drain/decode-0", True)
+    site.after()
+    assert used == [("drain/decode-0", True)]
+    site.network.is_lost = lambda: True
+    a.shared.settings.write("drain/decode-0", False)
+    site.after()
+    site.network.is_lost = lambda: False
+    site.after(5 * HEARTBEAT_S)
+    assert used[-1] == ("drain/decode-0", False)
+    assert a.shared.settings.digest == b.shared.settings.digest == c.shared.settings.digest
+    sent = a.shared.exchange.sent_messages
+    site.after(10 * HEARTBEAT_S)
+    assert a.shared.exchange.sent_messages - sent <= 11  # heartbeats, and nothing is repeated
+    new = site.start()
+    site.after(1.5)
+    assert new.shared.settings.digest == a.shared.settings.digest

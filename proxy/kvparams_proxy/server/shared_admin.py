@@ -1,0 +1,148 @@
+"""Puts changes by the admin API of one proxy to use at all proxies of its site.
+
+What a proxy cannot use (an id that its fleet file names, a connector that it does not know) is logged and left out: the
+other proxies keep it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvparams_proxy.config.mode_parsing import mode_document, parse_modes
+from kvparams_proxy.config.spec_parsing import parse_spec
+from kvparams_proxy.config_errors import ConfigError, ConfigProblems
+from kvparams_proxy.coordination.settings_sync import SettingsSync
+from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.fleet.registry.credentials import load_credentials
+from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
+from kvparams_proxy.fleet.registry.registry import Registry
+
+__all__ = ["ADMIN_SOURCE", "SharedAdmin", "admin_specs", "checked_spec", "spec_document"]
+
+ADMIN_SOURCE: Final = "admin"
+"""The name of this source."""
+_log: Final = logging.getLogger(__name__)
+
+
+class SharedAdmin:
+    """Tells changes to the other proxies, and makes theirs."""
+
+    def __init__(self, registry: Registry, modes: ActiveModes, settings: SettingsSync) -> None:
+        """`settings` brings the changes of siblings here from now on."""
+        self._registry = registry
+        self._modes = modes
+        self._settings = settings
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting_drains: dict[str, bool] = {}
+        """Drains of instances that are not known here yet."""
+        settings.apply = self._apply
+
+    def instance_changed(self, spec: InstanceSpec) -> None:
+        """Tells that an instance was added or changed here."""
+        self._settings.write(f"instance/{spec.id}", spec_document(spec))
+
+    def instance_removed(self, id: str) -> None:
+        """Tells that an instance was removed here."""
+        self._settings.write(f"instance/{id}", None)
+
+    def drained(self, id: str, on: bool) -> None:
+        """Tells that an instance was drained here, or its drain was ended."""
+        self._settings.write(f"drain/{id}", on)
+
+    def modes_changed(self) -> None:
+        """Tells which modes are active."""
+        self._settings.write("modes", [mode_document(mode) for mode in self._modes.active])
+
+    async def close(self) -> None:
+        """Ends what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _apply(self, name: str, value: object) -> None:
+        kind, _, id = name.partition("/")
+        if kind == "drain":
+            self._drain(id, value is True)
+        else:
+            task = asyncio.get_running_loop().create_task(self._change(kind, id, value), name=f"apply {name}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _change(self, kind: str, id: str, value: object) -> None:
+        try:
+            if kind == "modes":
+                problems = ConfigProblems()
+                wanted = parse_modes(value, "modes", problems)
+                problems.raise_if_any()
+                self._modes.replace(wanted, "another proxy's admin API")
+            elif kind == "instance":
+                await self._change_instance(id, value)
+        except (ConfigError, ValueError) as error:
+            _log.warning("a change by another proxy's admin API cannot be made here: %s", error)
+
+    async def _change_instance(self, id: str, document: object) -> None:
+        registry = self._registry
+        others = [spec for spec in admin_specs(registry) if spec.id != id]
+        if document is None:
+            registry.publish(ADMIN_SOURCE, others)
+            return
+        spec = await checked_spec(registry, document)
+        if spec.id != id:
+            raise ConfigError((f"id: {spec.id} is not {id}",))
+        others = [spec for spec in admin_specs(registry) if spec.id != id]  # they may have changed meanwhile
+        registry.publish(ADMIN_SOURCE, [*others, spec])
+        drain = self._waiting_drains.pop(id, None)
+        if drain is not None:
+            self._drain(id, drain)
+
+    def _drain(self, id: str, on: bool) -> None:
+        if id in self._registry.owned:
+            self._registry.drain(id, on)
+        else:
+            self._waiting_drains[id] = on
+
+
+async def checked_spec(registry: Registry, document: object) -> InstanceSpec:
+    """Checks an entry that came over the network, and loads its credentials.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    problems = ConfigProblems()
+    rules = replace(registry.spec_rules, may_name_credentials=False)
+    entry = parse_spec(document, "", rules, problems)
+    problems.raise_if_any()
+    if entry is None:  # never without a problem
+        raise ConfigError(("the instance cannot be used",))
+    if registry.is_local(entry):
+        raise ConfigError(
+            (f"role: the engine beside this sidecar does all {entry.role}; add others of the other role",)
+        )
+    if entry.credential_sources != rules.credential_sources:
+        access = await asyncio.to_thread(load_credentials, entry.credential_sources, "the instance", problems)
+        problems.raise_if_any()
+        entry = replace(entry, credentials=access)
+    return entry
+
+
+def admin_specs(registry: Registry) -> Sequence[InstanceSpec]:
+    """Returns the instances that were added by the admin API."""
+    state = registry.sources.get(ADMIN_SOURCE)
+    return () if state is None else state.desired_specs
+
+
+def spec_document(spec: InstanceSpec) -> dict[str, object]:
+    """Returns an entry as it would be written, without credentials."""
+    document: dict[str, object] = {"id": spec.id, "url": spec.url, "role": spec.role.value}
+    document |= {"connector": spec.dialect, "labels": dict(spec.labels), "store": spec.store or False}
+    if spec.addresses:
+        document["addresses"] = list(spec.addresses)
+    for name in ("bootstrap", "kv_events", "kv_events_replay", "group", "compatibility"):
+        if (value := getattr(spec, name)) is not None:
+            document[name] = value
+    if spec.drain:
+        document["drain"] = True
+    return document
