@@ -110,7 +110,6 @@ class Exchange:
         self._info = info
         self._wall_clock = wall_clock
         self._sequence = 0
-        self._connections = 0
         self._batch: list[bytes] = []
         self._batch_bytes = 0
         self._flush_timer: asyncio.Handle | None = None
@@ -188,9 +187,6 @@ class Exchange:
             self._send_in_order(MessageKind.ENTRIES, payload)
 
     def _send_in_order(self, kind: MessageKind, payload: bytes) -> None:
-        if self._transport.connections != self._connections:  # what was sent meanwhile may be lost: let them notice
-            self._connections = self._transport.connections
-            self._sequence += 1
         self._sequence += 1
         self._send(kind, payload, 0, self._sequence)
 

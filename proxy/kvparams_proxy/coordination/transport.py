@@ -20,11 +20,6 @@ class Transport(Protocol):
         """True while messages can be sent and received, as far as is known."""
         ...
 
-    @property
-    def connections(self) -> int:
-        """How often it was connected. Messages may be lost whenever this changes."""
-        ...
-
     def start(self, receive: MessageReceiver) -> None:
         """Begins to connect and to receive. Returns at once."""
         ...

@@ -47,11 +47,6 @@ class UnixTransport:
         return self._listener is not None
 
     @property
-    def connections(self) -> int:
-        """One: a proxy that cannot be reached has ended."""
-        return 1
-
-    @property
     def lost(self) -> int:
         """Messages that other proxies had no room for."""
         return sum(each.lost for each in self._outgoing.values())

@@ -53,7 +53,6 @@ class ValkeyTransport:
         self._tasks: list[asyncio.Task[None]] = []
         self._receive: MessageReceiver | None = None
         self._heard_own_at: float | None = None
-        self._connections = 0
         self.lost = 0
         """Messages that could not be sent."""
         self.problem = "not connected yet"
@@ -63,11 +62,6 @@ class ValkeyTransport:
     def is_connected(self) -> bool:
         """True while this proxy hears its own messages."""
         return self._heard_own_at is not None and self._loop.time() - self._heard_own_at < _SILENCE_S
-
-    @property
-    def connections(self) -> int:
-        """See `Transport`."""
-        return self._connections
 
     def start(self, receive: MessageReceiver) -> None:
         """See `Transport`."""
@@ -125,7 +119,6 @@ class ValkeyTransport:
 
     async def _send_queue(self, client: Any) -> None:
         await client.ping()
-        self._connections += 1
         said_at = -float(_MEMBER_TTL_S)
         while True:
             if not self._queue:
@@ -146,7 +139,6 @@ class ValkeyTransport:
     async def _receive_all(self, client: Any) -> None:
         async with client.pubsub(ignore_subscribe_messages=True) as channels:
             await channels.subscribe(self._all_channel, self._own_channel)
-            self._connections += 1
             self._heard_own_at = self._loop.time()
             turn_ends = self._loop.time() + _TURN_S
             while True:

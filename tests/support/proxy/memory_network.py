@@ -43,7 +43,6 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork, number: int) -> None:
         self.number = number
         self.last_at: dict[int, float] = {}
-        self.connections = 1
         self.is_connected = True
         self._network = network
         self._receive: MessageReceiver | None = None
@@ -65,7 +64,6 @@ class MemoryTransport:
     def reconnect(self) -> None:
         """Connects again after `is_connected` was False."""
         self.is_connected = True
-        self.connections += 1
 
     def vanish(self) -> None:
         """Ends without a word, as a process that is killed."""

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.system.simulation.network import Network, Socket
 from tests.support.virtual_loop import Stuck, VirtualLoop
+from tests.system.simulation.network import Network, Socket
 
 
 class _Protocol(asyncio.Protocol):

@@ -32,6 +32,7 @@ from kvparams_proxy.server.http_server import ProxyServer, ServerSettings
 from kvparams_proxy.sidecar.inprocess import InProcessUpstream
 from kvparams_proxy.upstream.interface import Upstream
 from kvparams_proxy.upstream.types import UpstreamLimits
+from tests.support.virtual_loop import Listener, Stuck, VirtualLoop
 from tests.system.simulation import laws
 from tests.system.simulation.answers import LOCAL
 from tests.system.simulation.clients import Client
@@ -43,7 +44,6 @@ from tests.system.simulation.network import Network, Socket
 from tests.system.simulation.nodes import POOL, PREFILL, Nodes
 from tests.system.simulation.replaced import Budget
 from tests.system.simulation.scenario import MODES, Operation, Scenario, Stop, draw
-from tests.support.virtual_loop import Listener, Stuck, VirtualLoop
 
 __all__ = ["Run", "World", "run"]
 
