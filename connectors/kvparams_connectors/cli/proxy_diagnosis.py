@@ -19,7 +19,7 @@ _TIMEOUT_S: Final = 10.0
 _MOST_BYTES: Final = 64 << 20
 """Of a fleet of thousands."""
 _PREFIX: Final = "kvparams_proxy_"
-_SAMPLE: Final = re.compile(rf"^{_PREFIX}(info|prefix_cache_\w+)(?:\{{[^}}]*\}})? (\S+)", re.MULTILINE)
+_SAMPLE: Final = re.compile(rf"^{_PREFIX}(info|exchange_\w+|prefix_cache_\w+)(?:\{{[^}}]*\}})? (\S+)", re.MULTILINE)
 _WHY: Final = (
     "see that prefix caching is on in every engine that prefills, that --tokenizer of the proxy is the model's, and "
     "that nobody else fills these caches; `kv_events` of an instance tells the proxy what is gone, and "
@@ -48,6 +48,7 @@ def examine_proxy(url: str) -> Iterator[Advice]:
         return
     yield Advice("ok", "it is a kvparams proxy, and answers")
     yield _predictions(found)
+    yield from _siblings(found)
 
 
 def _metrics(url: str) -> dict[str, float]:
@@ -59,6 +60,19 @@ def _metrics(url: str) -> dict[str, float]:
     with urlopen(f"{url.rstrip('/')}/metrics", timeout=_TIMEOUT_S) as answer:
         text: str = answer.read(_MOST_BYTES).decode("utf-8", "replace")
     return {name: float(value) for name, value in _SAMPLE.findall(text)}
+
+
+def _siblings(found: dict[str, float]) -> Iterator[Advice]:
+    connected, siblings = found.get("exchange_connected"), found.get("exchange_siblings")
+    if connected is None or siblings is None:
+        return
+    if not connected:
+        yield Advice("warning", "it cannot reach the other proxies of its site", "see that the server of --share runs")
+    else:
+        yield Advice("ok", f"it shares its fleet with {siblings:.0f} other proxies")
+    if found.get("exchange_refused_total"):
+        said = "messages between proxies were not believed"
+        yield Advice("warning", said, "give all proxies of a site the same --share-keys, and each site its own prefix")
 
 
 def _predictions(found: dict[str, float]) -> Advice:

@@ -14,6 +14,7 @@ from kvparams.dialects.registry import routable_dialect_names
 from kvparams.instances import Role
 from kvparams_proxy.cli import production_stack_flags
 from kvparams_proxy.cli.configuration import Configuration, build_configuration
+from kvparams_proxy.cli.exchange_check import check_exchange
 from kvparams_proxy.cli.fleet_check import check_fleet
 from kvparams_proxy.config.options import OPTIONS, Option
 from kvparams_proxy.config.settings import Settings, known_dialects
@@ -203,9 +204,13 @@ async def _check(command: str, asked: Configuration) -> int:
     entries = [*given, *asked.entries[len(given) :]]  # those of the file have been read with their keys
     errors = 0
     signer = None if settings.signing is None else ReloadingSigner(settings.signing).signer
-    async for grade, who, said in check_fleet(entries, known_dialects(), settings.upstream_limits, signer):
-        errors += grade == "error"
-        print(f"{_GRADES[grade]} {who}: {said}", flush=True)
+    findings = [check_fleet(entries, known_dialects(), settings.upstream_limits, signer)]
+    if settings.sharing is not None:
+        findings.append(check_exchange(settings.sharing, settings.policy))
+    for found in findings:
+        async for grade, who, said in found:
+            errors += grade == "error"
+            print(f"{_GRADES[grade]} {who}: {said}", flush=True)
     if errors:
         print(f"kvparams {command}: {errors} {'thing is' if errors == 1 else 'things are'} wrong", file=sys.stderr)
     return 1 if errors else 0

@@ -49,6 +49,11 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """Takes a protection away."""
 
 
+def _no_siblings(*args: Any) -> list[Any]:
+    """Nobody has ended."""
+    return []
+
+
 def _hear_without_gaps(hear: Callable[..., Any]) -> Callable[..., Any]:
     def faulty(*args: Any) -> Any:
         arrival, sibling = hear(*args)
@@ -68,7 +73,7 @@ def _newest_of_all(apply: Callable[..., Any]) -> Callable[..., Any]:
 FAULTS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
     "legs of a sibling that is gone stay": (FleetSync, "forget_legs", lambda _: _nothing),
     "loads of heartbeats are ignored": (LoadSync, "replace", lambda _: _nothing),
-    "a lease never ends": (SiblingTable, "expire", lambda _: lambda *_: []),
+    "a lease never ends": (SiblingTable, "expire", lambda _: _no_siblings),
     "gaps are not noticed": (SiblingTable, "hear", _hear_without_gaps),
     "room that is held is never released": (QueueSync, "_release", lambda _: _nothing),
     "the end of a sibling's legs is ignored": (PrefixSync, "_end", lambda _: _nothing),

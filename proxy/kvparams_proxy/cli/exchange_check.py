@@ -1,0 +1,95 @@
+"""`kvparams proxy --check` looks at where the proxies of a site meet: who is there, and whether they fit together."""
+
+import asyncio
+import json
+import struct
+from collections.abc import AsyncGenerator
+from secrets import randbits
+from time import time
+from typing import Final, cast
+
+from kvparams.replication.messages import (
+    AuthenticationError,
+    MessageAuthenticator,
+    MessageError,
+    MessageKind,
+)
+from kvparams_proxy.cli.engine_check import CheckFinding
+from kvparams_proxy.config.share_url import ShareURL
+from kvparams_proxy.config.sharing import SharingSettings
+from kvparams_proxy.coordination.exchange import HEARTBEAT_S
+
+__all__ = ["check_exchange"]
+
+_LISTEN_S: Final = 3 * HEARTBEAT_S
+_CONNECT_S: Final = 5.0
+_LENGTH: Final = struct.Struct("<I")
+
+
+async def check_exchange(sharing: SharingSettings, policy: str) -> AsyncGenerator[CheckFinding]:
+    """Listens for a while, and yields what is found. `policy`: that of this proxy."""
+    url = sharing.place
+    if not isinstance(url, ShareURL):
+        return
+    from kvparams_proxy.coordination.valkey_transport import ValkeyTransport
+
+    loop = asyncio.get_running_loop()
+    transport = ValkeyTransport(loop, url, randbits(63) + 1)
+    heard = _Heard(MessageAuthenticator(sharing.site, sharing.secrets()))
+    transport.start(heard.take)
+    who = str(url)
+    try:
+        deadline = loop.time() + _CONNECT_S
+        while not transport.is_connected:
+            if loop.time() > deadline:
+                said = f"the server cannot be reached ({transport.problem}); proxies go on without it, each by itself"
+                yield CheckFinding("error", who, said)
+                return
+            await asyncio.sleep(0.05)
+        await asyncio.sleep(_LISTEN_S)
+    finally:
+        await transport.close()
+    if heard.strangers:
+        said = (
+            f"{heard.strangers} messages were made with keys that this proxy does not have: another site uses this "
+            "prefix, or its proxies have another --share-keys file"
+        )
+        yield CheckFinding("error", who, said)
+    if heard.unreadable:
+        said = f"{heard.unreadable} messages cannot be read: clocks differ by more than a minute, or others write there"
+        yield CheckFinding("error", who, said)
+    others = {str(info.get("policy")) for info in heard.infos.values()} - {policy}
+    if others:
+        said = (
+            f"other proxies route by {', '.join(sorted(others))} and this one by {policy}: give all the same --policy"
+        )
+        yield CheckFinding("error", who, said)
+    versions = {str(info.get("version")) for info in heard.infos.values()}
+    said = f"the server answers; {len(heard.infos)} proxies are heard"
+    if versions:
+        said += f", of version {', '.join(sorted(versions))}"
+    yield CheckFinding("ok", who, said)
+
+
+class _Heard:
+    """What was heard."""
+
+    def __init__(self, authenticator: MessageAuthenticator) -> None:
+        self._authenticator = authenticator
+        self.infos: dict[int, dict[str, object]] = {}
+        self.strangers = 0
+        self.unreadable = 0
+
+    def take(self, data: bytes) -> None:
+        """Takes one message."""
+        try:
+            message = self._authenticator.open(data, time())
+            if message.kind == MessageKind.HEARTBEAT:
+                payload = bytes(message.payload)
+                info: object = json.loads(payload[4 : 4 + _LENGTH.unpack_from(payload)[0]])
+                if isinstance(info, dict):
+                    self.infos[message.sender] = cast("dict[str, object]", info)
+        except AuthenticationError:
+            self.strangers += 1
+        except (MessageError, ValueError, struct.error):
+            self.unreadable += 1
