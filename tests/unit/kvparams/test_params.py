@@ -147,6 +147,15 @@ def test_packed_ids_come_back(ids: list[int]) -> None:
     assert TokenPrefix.model_validate(prefix.model_dump(exclude_unset=True)) == prefix
 
 
+@pytest.mark.parametrize("packed", ["AQAAAAIAAAADAA==", "AQAAAAIAAAADAAA=", "AQAAAAIAAAA=", "AQAAAAIAAAADAAAABAAAAA=="])
+def test_packed_bytes_of_another_number_of_ids_are_a_conflict(packed: str) -> None:
+    """Spec-mandated, 1.0#8.3: also where the text is as long as that of three ids."""
+    assert made(prefix={"count": 3, "packed": "AQAAAAIAAAADAAAA"}).prefix == TokenPrefix.pack([1, 2, 3])
+    with pytest.raises(ValidationError) as caught:
+        made(prefix={"count": 3, "packed": packed})
+    assert kinds(caught.value) == {"conflict"}
+
+
 @given(IDS)
 def test_every_form_of_a_prefix_has_the_same_digest(ids: list[int]) -> None:
     """Spec-mandated, 1.0#8.4."""
