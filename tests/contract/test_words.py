@@ -1,4 +1,4 @@
-"""What `kvparams explain` says of unknown members, signatures, native keys that say no, and new dialects."""
+"""Tests what `kvparams explain` says of unknown members, signatures, refusals in native keys, and new dialects."""
 
 import json
 import re

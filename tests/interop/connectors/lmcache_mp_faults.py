@@ -1,6 +1,6 @@
-"""The traps of LMCache's multi-process server, each shown with LMCache's own client and then handled by the store.
+"""Shows each trap of LMCache's multi-process server with LMCache's own client, then tests that the store avoids it.
 
-Run by LMCache's interpreter, from test_lmcache_mp.py. The one rule: a trap that the control no longer shows is news.
+LMCache's interpreter runs it, from test_lmcache_mp.py. A trap that LMCache's own client no longer meets fails its test.
 """
 
 import subprocess

@@ -1,4 +1,4 @@
-"""The Mooncake store against a real master and owners: the conformance suite, its settings, what it may not do."""
+"""Tests the Mooncake store against a real master and owners: the conformance suite, its settings, its restrictions."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The peer store with Mooncake's transfer engine: the same bytes, and its habits kept from whoever reads."""
+"""Tests the peer store with Mooncake's transfer engine: it reads the same bytes, and hides the engine's quirks."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""The Valkey store on real servers: the conformance suite, what its URLs say, and what is its own."""
+"""Tests the Valkey store on real servers: the conformance suite, its URLs, and its own features."""
 
 import logging
 import ssl

@@ -1,4 +1,4 @@
-"""What the SGLang backend does without SGLang: forms, settings, weights, and pages on their way, under faults."""
+"""Tests the SGLang backend without SGLang: layouts, settings, weights, and page transfers under faults."""
 
 import threading
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
-"""SGLang's own controllers, with their storage threads, on our backend: what a server does, without a GPU.
+"""Tests SGLang's own controllers and their storage threads on our backend, as a server uses them, without a GPU.
 
-Not here, for it needs kernels that only run on a GPU: the way between the device and the host pool.
+The copy between the device and the host pool is not tested, because it needs kernels that only run on a GPU.
 """
 
 import json

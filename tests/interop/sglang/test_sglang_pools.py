@@ -1,4 +1,4 @@
-"""Our backend on SGLang's own host pools: what is stored and loaded is byte for byte what SGLang takes for a page."""
+"""Tests our backend on SGLang's own host pools: stored and loaded pages are SGLang's, byte for byte."""
 
 from collections.abc import Callable
 from dataclasses import replace

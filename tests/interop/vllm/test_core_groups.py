@@ -1,4 +1,4 @@
-"""Groups of layers, without vLLM: which are known, up to where a sequence is held, what is loaded, saved, promised."""
+"""Tests groups of layers without vLLM: which are known, how far a sequence is held, and what is loaded and saved."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Settings, documents, names and the self-test of the vLLM connector, without vLLM."""
+"""Tests settings, documents, names and the self-test of the vLLM connector, without vLLM."""
 
 from pathlib import Path
 from typing import Any

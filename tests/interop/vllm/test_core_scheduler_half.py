@@ -1,4 +1,4 @@
-"""The scheduler's half against a store on disk, with requests as vLLM makes them, without vLLM."""
+"""Tests the scheduler's half against a store on disk, with requests as vLLM makes them, without vLLM."""
 
 # pyright: reportPrivateUsage=false
 import time

@@ -1,4 +1,4 @@
-"""The tier for vLLM's OffloadingConnector, without vLLM: names, settings, questions, and chunks on their way."""
+"""Tests the tier for vLLM's OffloadingConnector without vLLM: names, settings, lookups, and chunk transfers."""
 
 import json
 import mmap

@@ -1,4 +1,4 @@
-"""The vLLM that is installed still is what `interface.py` and `connector.py` say; another one fails here, by name."""
+"""Checks that the installed vLLM is what `interface.py` and `connector.py` state; another one fails here, by name."""
 
 import inspect
 import subprocess

@@ -1,5 +1,7 @@
-"""The vLLM that is installed speaks to a tier as `vllm_tier/interface_check.py` says; another one fails here, by
-name."""
+"""Checks that the installed vLLM calls a tier as `vllm_tier/interface_check.py` states; another one fails here.
+
+The failure names the difference.
+"""
 
 import dataclasses
 import inspect

@@ -1,4 +1,4 @@
-"""The tier under vLLM's own TieringOffloadingManager and host memory: what an engine's scheduler does, without one."""
+"""Tests the tier under vLLM's own TieringOffloadingManager and host memory, without an engine."""
 
 # pyright: reportPrivateUsage=false
 import random

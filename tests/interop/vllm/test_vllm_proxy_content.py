@@ -1,4 +1,4 @@
-"""Our proxy before stock vLLM engines whose connectors find KV by its content: nothing of it is said in a request."""
+"""Tests our proxy before stock vLLM engines whose connectors find KV by content: requests carry no parameters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -1,7 +1,7 @@
-"""Our proxy before stock vLLM engines that move KV with MooncakeConnector, over TCP; and what the proxy asks of vLLM's
-own bootstrap server and scheduler code.
+"""Tests our proxy before stock vLLM engines that move KV with MooncakeConnector, over TCP.
 
-Without a GPU the connector's worker does not start as it is: `without_gpu.py` answers which device is its own.
+It also tests the proxy's questions to vLLM's own bootstrap server and scheduler code. Without a GPU the connector's
+worker does not start as it is, so `without_gpu.py` names its device.
 """
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false

@@ -1,4 +1,4 @@
-"""Our proxy before two stock vLLM engines that move KV with the real NixlConnector, over UCX on loopback."""
+"""Tests our proxy before two stock vLLM engines that move KV with the real NixlConnector, over UCX on loopback."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Engines that differ share pages as long as the KV is the same, and only then."""
+"""Tests that engines that differ share pages if their KV is the same, and only then."""
 
 import json
 import os

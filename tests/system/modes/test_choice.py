@@ -1,4 +1,4 @@
-"""Which manager a request gets: pure decisions, and how modes are read."""
+"""Tests which manager a request gets, and how modes are parsed, without any I/O."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Who is paired with whom: replicas and pools in one fleet, compatibility keys, and what is said if nobody is."""
+"""Tests which engines are paired: replicas and pools in one fleet, compatibility keys, and the error without a pair."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Modes switched under load: by the admin API and by the fleet file, without a request that fails."""
+"""Tests that modes are switched under load, by the admin API and the fleet file, without a failed request."""
 
 import asyncio
 from pathlib import Path

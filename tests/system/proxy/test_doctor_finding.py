@@ -1,4 +1,4 @@
-"""`kvparams doctor http://PROXY`: a running proxy whose predictions of cached tokens no longer come true is found."""
+"""Tests that `kvparams doctor http://PROXY` finds a proxy whose predictions of cached tokens no longer come true."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

@@ -1,6 +1,6 @@
-"""Engines that speak an earlier or a later version of the protocol than the proxy: what it learns, writes and refuses.
+"""Tests engines of an earlier or a later protocol version: what the proxy learns, writes and refuses.
 
-Here they are scripted; tests/system/versions has real builds of both.
+The engines here are scripted; tests/system/versions has real builds of both.
 """
 
 import asyncio

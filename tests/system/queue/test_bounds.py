@@ -1,4 +1,7 @@
-"""What is too large or too much for the broker, and nodes that are shut down: whoever waits is told, others go on."""
+"""Tests messages that are too large or too many for the broker, and nodes that are shut down.
+
+Whoever waits is told, and other requests go on.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator

@@ -1,4 +1,4 @@
-"""How much work a decode node takes, whatever becomes of its channels; what the log says of its engine."""
+"""Tests how much work a decode node takes, whatever becomes of its channels, and its log of engine states."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What is lost, comes twice, or is nothing at all: nodes that die, a broker that goes and comes back, dead letters."""
+"""Tests lost, duplicate and invalid messages: nodes that die, a broker that goes and comes back, dead letters."""
 
 import asyncio
 from contextlib import AsyncExitStack

@@ -1,4 +1,4 @@
-"""The way from a prefill node to decode nodes and back, over a real broker."""
+"""Tests the way from a prefill node to decode nodes and back, over a real broker."""
 
 import asyncio
 

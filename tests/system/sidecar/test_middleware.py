@@ -1,4 +1,4 @@
-"""The proxy in an engine's server: whose requests it takes, and how it lives with the app around which it is."""
+"""Tests the proxy in an engine's server: whose requests it takes, and that the app around it works on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

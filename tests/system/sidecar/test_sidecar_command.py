@@ -1,4 +1,4 @@
-"""`kvparams sidecar`: what is refused at the start; one fleet file for all; a load balancer before sidecars."""
+"""Tests `kvparams sidecar`: refusals at the start, one fleet file for all, and a load balancer before sidecars."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""The store on real `lm://` servers: the conformance suite, what its URLs say, and what is its own."""
+"""Tests the store on real `lm://` servers: the conformance suite, its URLs, and its own features."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""`kvparams store`: speed beside floors, and a look at one page."""
+"""Tests `kvparams store`: speeds beside floors, and the display of one page."""
 
 import re
 import threading

@@ -1,4 +1,4 @@
-"""A store that is away when an engine begins: the engine begins all the same, and uses it as soon as it is there."""
+"""Tests that an engine starts while its store is away, and uses the store as soon as it is there."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""The peer store: the conformance suite alone and through the network, leases, hints, whom it asks, secrets."""
+"""Tests the peer store: the conformance suite alone and over the network, leases, hints, allowed peers, secrets."""
 
 import time
 from collections.abc import Iterator

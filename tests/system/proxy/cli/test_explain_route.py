@@ -1,4 +1,4 @@
-"""`kvparams explain-route` and what it asks: where a request would go, and nothing happens."""
+"""Tests `kvparams explain-route` and its endpoint: it names the route of a request and sends nothing."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""`kvparams proxy --check`: what it finds wrong is wrong, and it says so in words."""
+"""Tests that `kvparams proxy --check` finds each fault of a fleet and describes it."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The admin API on a running proxy: who may use it, what it changes, and that requests do as it says."""
+"""Tests the admin API on a running proxy: who may use it, what it changes, and that requests follow the change."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Prefill engines with a bootstrap server: asked between probes who they are, given no work before they are known."""
+"""Tests prefill engines with a bootstrap server: probes ask for their identity, and unknown ones get no work."""
 
 import asyncio
 import json

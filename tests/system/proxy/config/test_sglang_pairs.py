@@ -1,5 +1,7 @@
-"""SGLang's engines, which wait for one another in a room of prefill's bootstrap server: acted, each leg until both are
-there. In every mode both are sent at once, and told the same."""
+"""Tests acted SGLang engines, which wait for each other in a room of prefill's bootstrap server.
+
+In every mode both legs are sent at once, with equal parameters.
+"""
 
 import asyncio
 import json

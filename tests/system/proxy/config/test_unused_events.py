@@ -1,4 +1,4 @@
-"""KV events that are declared and that nobody hears: it is said, or refused, whoever has declared them."""
+"""Tests that KV events that are declared but have no subscriber are refused or logged, whatever declares them."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""Engines' KV events: the order in which a publisher said them, over real sockets, and what the proxy makes of them."""
+"""Tests engines' KV events: their order over real sockets, and what the proxy makes of them."""
 
 import asyncio
 import socket

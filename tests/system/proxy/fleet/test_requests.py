@@ -1,4 +1,4 @@
-"""One request through the proxy: what engines receive, what clients get."""
+"""Tests one request through the proxy: the legs that engines receive, and the answer that the client gets."""
 
 import json
 from typing import Any

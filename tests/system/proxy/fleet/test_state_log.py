@@ -1,4 +1,4 @@
-"""What the log says of engines: each change of state once, with its evidence, whoever noticed it first."""
+"""Tests the log of engine states: each change appears once, with its evidence, whichever part noticed it."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Limits and drains, from a client's side: who waits, in which order, and what one is told who may not."""
+"""Tests limits and drains as a client sees them: who waits, in which order, and what a refusal says."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What the proxy holds of its clients' bodies: released when they leave, joined when they come in crumbs, bounded."""
+"""Tests the memory for clients' bodies: it is bounded, small reads are joined, and leaving clients free it."""
 
 import asyncio
 import json

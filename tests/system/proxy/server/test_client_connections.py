@@ -1,4 +1,4 @@
-"""How many connections clients may have and how long they may keep the proxy waiting."""
+"""Tests the limits on the number of client connections and on how long they may keep the proxy waiting."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Who is asked for the token ids of a prompt, and what comes of it when that does not work."""
+"""Tests which engine is asked for a prompt's token ids, and the fallback when that fails."""
 
 import asyncio
 import json

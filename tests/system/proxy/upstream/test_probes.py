@@ -1,4 +1,4 @@
-"""What the proxy finds out about its engines, and what engines cannot do to it meanwhile."""
+"""Tests what probes find out about engines, and that a misbehaving engine cannot harm the prober."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""`kvparams doctor`: what is wrong is found, and every line that is not `ok` says what to do."""
+"""Tests that `kvparams doctor` finds faults, and that every line that is not `ok` names a remedy."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The file store's file: what is opened, what is refused, and what a stopped neighbour can do."""
+"""Tests the file of the file store: what is opened, what is refused, and the effect of a stopped process."""
 
 import fcntl
 import os

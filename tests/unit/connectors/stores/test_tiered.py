@@ -1,4 +1,4 @@
-"""Several stores as one: every key from the first tier that has it, and no tier's trouble is another's."""
+"""Tests several stores as one: every key comes from the first tier that has it, and tiers fail independently."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Every form of an engine's tensors against a plain loop; what is not certain is refused."""
+"""Tests every form of an engine's tensors against a plain loop; uncertain forms are refused."""
 
 from dataclasses import dataclass, replace
 from random import Random

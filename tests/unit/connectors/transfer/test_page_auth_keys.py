@@ -1,4 +1,4 @@
-"""The key file of authenticated pages, on disk."""
+"""Tests the key file of authenticated pages, on disk."""
 
 from pathlib import Path
 

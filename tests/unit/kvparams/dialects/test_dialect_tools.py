@@ -1,4 +1,4 @@
-"""`kvparams validate`, `translate` and `explain`, as people use them."""
+"""Tests `kvparams validate`, `translate` and `explain`, as people use them."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Plans of legs, without any I/O."""
+"""Tests plans of legs, without any I/O."""
 
 import json
 from collections.abc import Callable, Mapping

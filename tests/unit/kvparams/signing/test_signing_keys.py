@@ -1,4 +1,4 @@
-"""The file of signing keys: its form, who may read it, how it changes; and the command that makes it."""
+"""Tests the file of signing keys: its form, its permissions, its changes, and the command that makes it."""
 
 import argparse
 import hmac

@@ -1,4 +1,4 @@
-"""`kvparams proxy`: what may be asked for, what is said when it cannot be, and the command itself."""
+"""Tests `kvparams proxy`: its options, its refusals, and the command itself."""
 
 import argparse
 import asyncio

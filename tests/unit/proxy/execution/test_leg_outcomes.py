@@ -1,4 +1,4 @@
-"""What the end of a leg means: whether another instance is tried, who is to blame, and what becomes of the KV."""
+"""Tests the outcome of a leg: whether another instance is tried, which one is blamed, and what becomes of the KV."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The registry: what operators may write, the law of sources, and a fleet file that changes while it is followed."""
+"""Tests the registry: operators' entries, the precedence of sources, and a fleet file that changes."""
 
 import asyncio
 import contextlib
