@@ -1,7 +1,7 @@
 """Page-sized buffers, allocated once, touched once, leased and given back.
 
-Fresh memory is the dominant cost of moving pages, so the steady path allocates none. Invariant: a slot is given back
-only when nobody can touch it any more; tie that to `Job.add_settled_callback`, never to the end of a wait.
+Fresh memory is the dominant cost of moving pages, so the steady path allocates none. A slot is given back only when
+nothing uses it any more: by `Job.add_settled_callback`, never at the end of a wait.
 """
 
 import threading

@@ -1,7 +1,7 @@
 """Runs one thread that calls back at a time, so that deadlines are noticed even without other events.
 
-Invariant: it is set to the earliest time that matters and asks its owner for the next one; an owner with a thousand
-deadlines has one alarm, not a thousand timers.
+The timer is set to the earliest deadline. When it rings, its owner names the next one. So an owner with a thousand
+deadlines needs one timer.
 """
 
 import logging

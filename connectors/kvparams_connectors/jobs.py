@@ -1,8 +1,8 @@
 """Work that was submitted, and the threads that do it.
 
-A `Job` can be polled (`done`), waited for (`result`) and awaited: synchronous engines and asyncio use one thing.
-Invariant: a deadline abandons the wait, never the buffers. When the deadline passes, the waiting caller gets the job's
-time-out result; the work itself may still be running, and only `settled` says that it touches nothing any more.
+A `Job` can be polled (`done`), waited for (`result`) and awaited: synchronous engines and asyncio use one thing. A
+deadline abandons the wait, never the buffers. When the deadline passes, the waiting caller gets the job's time-out
+result. The work itself may still run, and only `settled` says that it touches no buffer any more.
 """
 
 import asyncio

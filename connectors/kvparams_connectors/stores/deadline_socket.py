@@ -1,6 +1,6 @@
 """A connected socket whose every wait ends at a deadline: what stores that speak a server's protocol themselves share.
 
-Invariant: a stream is used by one thread at a time, and one that has raised is closed, never used again.
+One thread at a time uses a socket. A socket that has raised is closed and never used again.
 """
 
 import select

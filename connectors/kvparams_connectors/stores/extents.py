@@ -1,7 +1,7 @@
 """Room for values of any size in one piece of memory: equal units, handed out as runs of neighbours.
 
-Units instead of size classes: no page size can starve another, and any page may be evicted for any other. Invariant: a
-value's bytes lie in its runs in order, each run full but the last.
+Units instead of size classes: no page size can starve another, and any page may be evicted for any other. A value's
+bytes lie in its runs in order, and each run is full except for the last.
 """
 
 from collections.abc import Callable, Iterator, Sequence

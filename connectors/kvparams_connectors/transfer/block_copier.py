@@ -3,8 +3,8 @@
 On the CPU blocks are copied to slots at once. On a device a save is a snapshot: on the engine's own stream the blocks
 are gathered into a bounce buffer, so that the engine may launch work that overwrites them as soon as the call returns;
 behind that, on a stream of its own, the buffer goes to pinned memory. A load takes the way back on a third stream,
-after what the engine had launched when it asked. Invariant: nobody reads what an event has not said to be written, and
-nobody writes what an event has not said to be read.
+after what the engine had launched when it asked. A reader waits for the event that says that the bytes were written,
+and a writer for the event that says that they were read.
 """
 
 import threading

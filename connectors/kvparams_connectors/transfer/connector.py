@@ -1,8 +1,8 @@
 """From token ids and paged tensors to jobs of a store: longest stored prefix, save, load, release.
 
 A save copies the KV out of the blocks before it returns, so the engine may reuse them at once. A load reads pages in
-order into leased slots and stops at the first that is missing or not what was asked for. Invariant: a page is verified
-in its slot before any of it is written to a block, and no block is written once the wait for the load is over.
+order into leased slots and stops at the first that is missing or not what was asked for. A page is verified in its slot
+before any of it is written to a block, and no block is written once the wait for the load is over.
 """
 
 import threading

@@ -1,6 +1,6 @@
 """A page, sealed while others go: its checksum is computed bit by bit whenever the store has nothing better to do.
 
-Invariant: nobody writes to the payload from the first look at it until the page is stored.
+The payload must not change from the first checksum step until the page is stored.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """A page, verified while it comes: its checksum is computed bit by bit, each while it is in the processor's caches.
 
-Invariant: only bytes of which the store has said that they lie there for good are taken, and what it said nothing of is
-taken at the end; so the verdict is always about what lies in the slot.
+Bytes are checksummed early only if the store has said that they are final. The other bytes are checksummed at the end.
+So the verdict is always about the final content of the slot.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,8 @@
 
 Three portions are on their way at a time: while one is written, the next is verified and the one behind it read.
 
-Invariant: it stops at the first page that is missing or not what was asked for, and at the moment when nobody waits any
-more; whatever was written before is a good prefix.
+A load stops at the first page that is missing or not the requested one, and when its caller waits no more. Everything
+that was written before is a good prefix.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """Saves pages: copies them out of the blocks in portions, and seals and puts earlier portions meanwhile.
 
-Invariant: when `start` has returned, nothing reads the blocks any more (on a device: nothing that the engine launches
-afterwards can change what is read); and a slot goes back only when neither a copy nor the store uses it.
+When `start` has returned, nothing reads the blocks any more (on a device: no work that the engine launches afterwards
+can change the bytes that are read). A slot is given back only when neither a copy nor the store uses it.
 """
 
 import threading

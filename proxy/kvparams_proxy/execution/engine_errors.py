@@ -1,6 +1,6 @@
 """Translation of engines' error responses into errors for clients.
 
-Invariant: addresses and the inside of engines are never in what a client gets.
+Invariant: a client never gets the addresses or the internals of engines.
 """
 
 import re

@@ -3,7 +3,7 @@
 A manager says which steps to take. `Execution` takes them: it chooses instances, has legs run (`leg_runner.py`), and
 gives back load, KV and connections whatever happens. Nothing here waits: engines, the queue and the client call back.
 
-Invariant: nobody else in the proxy starts, aborts or ends a leg.
+Nothing else in the proxy starts, aborts or ends a leg.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,8 @@
 """Carries a decode engine's stream to the client as it arrives.
 
-Invariant: nothing reaches the client before the first whole event with content has come, so that until then the request
-can still be answered in another way. From then on events leave together as they came together, within a fixed buffer.
+Invariant: nothing reaches the client before the first whole event with content, so that until then another engine can
+answer the request. Comments and empty events do not count. From then on events leave together as they came together,
+within a fixed buffer.
 """
 
 import re

@@ -1,8 +1,8 @@
 """Starts what lives as long as the app does, and closes it again in the reverse order.
 
-Invariant: whatever is opened is registered in the exit stack in the next statement, so a start that fails in any of its
-steps leaves nothing open. Fleet and pools come last, since closing them ends legs, which are recorded and traced; both
-hold nothing before the first instance joins.
+Invariant: every object that is opened is registered in the exit stack in the next statement, so a start that fails in
+any step leaves nothing open. Fleet and pools come last, since closing them ends legs, which are recorded and traced;
+both hold nothing before the first instance joins.
 """
 
 import asyncio

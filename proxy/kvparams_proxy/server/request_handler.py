@@ -1,7 +1,7 @@
 """Handles a request from the wire to its execution: authentication, parsing, and error responses.
 
-The same for both ways in, the short one (`direct_path.py`) and ASGI. Invariant: a client that may not ask is refused
-before the body is read.
+The same for both ways in, the short one (`direct_path.py`) and ASGI. A client that may not ask is refused before its
+body is read.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Chunks on their way between LMCache's memory and a store: sealed in front, verified where they arrive.
 
-Nothing is copied: a header of ours and the chunk where it lies go out together, and come in together. Invariant:
-whoever owns a chunk's memory keeps it until the store's job has settled, whatever became of the wait.
+Nothing is copied: a header of ours and the chunk where it lies go out together, and come in together. The owner of a
+chunk's memory keeps it until the store's job has settled, even if the wait has timed out.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The memory of SGLang's host pool, page by page: stretches of it, never a copy.
 
-Invariant: what SGLang says about a page's memory is believed only if it lies inside the pool's own tensors and follows
-one step from page to page; anything else is refused before a byte is moved.
+SGLang's description of a page's memory is accepted only if it lies inside the pool's own tensors and follows one step
+from page to page. Any other description is refused before a byte is moved.
 """
 
 from collections.abc import Mapping, Sequence

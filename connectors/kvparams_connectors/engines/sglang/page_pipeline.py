@@ -2,8 +2,8 @@
 
 Pages of few pieces are written from the pool where they lie; of many pieces, gathered first. What is read lands in
 memory of ours, is verified there, and only then copied into the pool: SGLang takes a page back as soon as a call has
-returned, and a store that is late would write into somebody else's. Invariant: memory of the pool is written by the
-thread that SGLang waits for, and by nobody else.
+returned, and a store that is late would write into somebody else's. So only the thread that SGLang waits for writes to
+the pool's memory.
 """
 
 import time

@@ -1,7 +1,7 @@
 """Defines what the KV of one of vLLM's requests depends on besides its token ids, and whether a key can say it.
 
 Invariant: only hashes that vLLM has computed from the content enter a key. vLLM takes a client's name of an image for
-such a hash, and tells a connector nothing of where a hash comes from; so somebody who knows has to vouch for it.
+such a hash, and does not tell a connector where a hash comes from. So the operator has to vouch for the hashes.
 """
 
 import re

@@ -1,6 +1,6 @@
 """The scheduler's question to the store: how much of a sequence is there, of all ranks.
 
-Invariant: what one rank misses is not there. Every rank must find its part of a page, so all parts are asked for.
+A page counts as stored only if every rank finds its part, so all parts are asked for.
 """
 
 import time

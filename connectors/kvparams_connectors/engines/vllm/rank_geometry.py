@@ -1,7 +1,7 @@
 """Determines which part of a model an engine's rank holds, and what its pages are called.
 
-Invariant: what is not understood is refused before the engine serves, in a sentence that says what to do. A page of
-half a model, or of two ranks under one name, would be found and used by others.
+A layout that is not understood is refused before the engine serves, with a sentence that says what to do. Other engines
+would find and use a page of half a model, or a page of two ranks under one name.
 """
 
 from collections.abc import Sequence

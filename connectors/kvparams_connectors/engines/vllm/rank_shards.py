@@ -1,6 +1,6 @@
 """Defines what vLLM's configuration says about the KV, in our terms: the same in the scheduler and in every worker.
 
-Invariant: both halves read it here, from what both are given, so that they cannot disagree on a key.
+The scheduler's half and the workers' half both read the configuration here, so they cannot disagree on a key.
 """
 
 from collections.abc import Sequence

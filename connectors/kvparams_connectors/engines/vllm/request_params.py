@@ -1,7 +1,7 @@
 """Defines what one request's `kv_transfer_params` say, and what its answer's will.
 
-Invariant: nothing a request says raises in the engine's loop, where one bad request would end all of them. What is
-wrong or in doubt is said in the log, and the store is left alone.
+A request's members never raise in the engine's loop, where one bad request would end all requests. Wrong or doubtful
+members are logged, and the request does not use the store.
 """
 
 from collections.abc import Callable, Mapping, Sequence

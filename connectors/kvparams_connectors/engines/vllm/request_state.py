@@ -1,7 +1,10 @@
 """Holds the state of one request: its inputs, its store lookup, and the life of the weights that it belongs to.
 
 vLLM may be given other weights while it runs, and then has its caches reset; what the engine computes from there on has
-another name, a life. Invariant: what a request began in one life is never stored under the name of another.
+another name, a life.
+
+Invariant: KV that a request began in one life is never stored under the name of another. Otherwise KV of old weights
+would be loaded after a change of weights.
 """
 
 from collections.abc import Sequence as Tokens

@@ -2,8 +2,8 @@
 
 A request waits, has an offer made, may load, computes, and ends; preempted, it waits again for a new offer. Pure.
 
-Invariant: an offer that was taken up is never made again before the request is preempted. What of it could not be
-loaded is computed; offered once more, it would fail for ever.
+An offer that was accepted is not repeated before the request is preempted. The engine computes the part that could not
+be loaded; a repeated offer would fail forever.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """The workers' half, without an engine: orders become jobs of the store connector, and each load is reported once.
 
-Where blocks are kept for it, a save copies them in a lane of its own, and says when it has. Invariant: what went wrong
-is a load that did not reach its end or a save that stored nothing, never an exception; a load's bad blocks are named in
-the same report as the request, so the engine neither uses nor keeps them.
+Where blocks are kept for it, a save copies them in a lane of its own, and says when it has. A failure is a load that
+did not reach its end or a save that stored nothing, never an exception. The report that names a failed request also
+names its bad blocks, so the engine neither uses nor keeps them.
 """
 
 import logging

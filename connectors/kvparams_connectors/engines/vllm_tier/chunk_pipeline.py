@@ -1,8 +1,8 @@
 """Chunks on their way between vLLM's host memory and a store: sealed before they go, verified where they arrive.
 
 They go through an arena of ours, for vLLM gives a chunk's memory to others as soon as a job is reported: a store that
-is stuck keeps a slot of ours, never memory of vLLM's. Invariant: when a job is done nothing touches vLLM's memory any
-more, whatever the store still does (`Job.guarded_section`).
+is stuck keeps a slot of ours, never memory of vLLM's. When a job is done, nothing touches vLLM's memory any more,
+whatever the store still does (`Job.guarded_section`).
 """
 
 import logging

@@ -1,7 +1,7 @@
 """`KVParamsTier`: what vLLM's TieringOffloadingSpec loads by module path; `settings.py` says how to configure it.
 
-vLLM makes one, in its scheduler, and calls it from the scheduler's thread alone. Invariant: nothing here waits for a
-store, but where vLLM says that it may: when it starts, drains and ends.
+vLLM makes one, in its scheduler, and calls it from the scheduler's thread alone. The tier waits for a store only where
+vLLM allows it: when it starts, drains and ends.
 """
 
 import logging

@@ -3,7 +3,7 @@
 A slot goes FREE → WRITING → READY → FREE. Finding and reading take no lock: look at the slot's word, read, and look
 again; if the word has changed meanwhile, what was read means nothing. Everything else happens under the file's lock.
 Records are the truth; buckets, ticks and free units follow from them and are made anew after a process has died with
-the lock. Invariant: a slot's word changes before its units are given to anybody else.
+the lock. A slot's word changes before its units are given to another value.
 """
 
 import struct

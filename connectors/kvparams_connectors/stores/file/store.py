@@ -1,8 +1,10 @@
 """The embedded store between the processes of one machine: a mapped file, no server.
 
 Any number of processes open the same path. Put it on tmpfs (`/dev/shm`) for speed; a file on disk outlives its users
-but not a restart of the machine, after which it starts empty. Invariant: the store is the file that has the path now.
-Where that was removed or replaced, its users go on together with the new one, and none goes on alone with the old.
+but not a restart of the machine, after which it starts empty.
+
+Invariant: the store is the file that has the path now. If that file is removed or replaced, all its users move to the
+new one. Otherwise running engines and engines that start later would share nothing, without any error.
 """
 
 import logging

@@ -1,7 +1,7 @@
 """The values in one mapped file: put, got, looked up and deleted by one process among several.
 
-Invariant: no lock is held while bytes are copied; a value becomes visible in one step when it is whole, and a reader
-that was overtaken by eviction reports a miss.
+No lock is held while bytes are copied. A complete value becomes visible in one step, and a reader that was overtaken by
+eviction reports a miss.
 """
 
 import logging

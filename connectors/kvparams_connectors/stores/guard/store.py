@@ -1,8 +1,8 @@
 """A store that fails, kept from whoever uses it: deadlines, a circuit breaker, a bound on what runs, a quarantine.
 
 A dead or stopped store costs its deadline a few times, and then nothing: UNAVAILABLE comes at once, and the store is
-asked in the background whether it is back. Invariant: a guard never touches bytes and never waits; the job that the
-caller gets settles with the store's own, so a time-out gives no buffer back early.
+asked in the background whether it is back. A guard never touches bytes and never waits. The caller's job settles with
+the store's own, so a time-out gives no buffer back early.
 """
 
 import logging

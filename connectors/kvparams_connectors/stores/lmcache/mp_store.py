@@ -3,8 +3,8 @@
 The server knows chunks of tokens, not keys, so a key stands for a chunk of pseudo tokens of its own (`mp_client.py`),
 and its value for the bytes of that chunk, of which each takes the same room (`mp_shared_memory.py`). What the server
 does not say is found out: a put is OK when a lookup finds it; a put for which there was no room is answered like one of
-a value that is there already. Invariant: nothing is believed that a lookup did not find, and every lookup is ended on
-every path (`mp_value_lease.py`).
+a value that is there already. A value counts as stored only if a lookup finds it, and every lookup is ended on every
+path (`mp_value_lease.py`).
 """
 
 import http.client

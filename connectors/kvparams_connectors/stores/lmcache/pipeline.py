@@ -1,7 +1,7 @@
 """Requests to an `lm://` server, done in order over one connection, with as much under way as keeps both sides busy.
 
-Invariant: the server works on a connection's requests one after the other, so an answer says that everything that was
-sent before it on that connection has been done. That is how a put, which has no answer of its own, is confirmed.
+The server works on a connection's requests one after the other. So an answer confirms every request that was sent
+before it on that connection, and thereby a put, which has no answer of its own.
 """
 
 import logging

@@ -3,7 +3,7 @@
 What that server (0.5.6, `lmcache/v1/server/`) does not have is made of what it has. It does not acknowledge a put: what
 is asked behind it on the same connection is its answer. It does not say how large a value is: a record beside each
 value does, without bytes, so that a lookup moves none. It has no delete: a value is overwritten by an empty one, which
-frees its memory but for 1.3 KB. Invariant: a record is written behind its value, so that what a lookup finds is whole.
+frees its memory but for 1.3 KB. A record is written after its value, so that a value that a lookup finds is whole.
 
 What cannot be made: it never evicts, and it has no put that spares what is there, so of several clients who put one key
 at the same time each may be told OK; the value of one of them stays, whole.

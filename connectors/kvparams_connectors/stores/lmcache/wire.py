@@ -1,7 +1,6 @@
 """Defines what goes over the wire to LMCache's `lm://` server: requests, replies, and the names that values get. Pure.
 
-Invariant: nothing is believed of a reply that it does not say in full; what is no reply to us is a
-`LMCacheProtocolError`.
+A reply counts only for what it states in full. Bytes that are no reply raise `LMCacheProtocolError`.
 
 Source: LMCache 0.5.6. The structs and numbers are those of `ClientMetaMessage` and `ServerMetaMessage` in
 `lmcache/v1/protocol.py` (both in the machine's own byte order), formats those of `MemoryFormat` in

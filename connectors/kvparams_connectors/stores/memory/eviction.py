@@ -2,8 +2,8 @@
 
 A new value has to be used again, some time later, to become hot; what is read once after it was written, as every page
 on its way from prefill to decode is, stays new. So a scan of values that nobody wants twice passes through the new part
-and leaves the hot one alone. Invariant: of the keys that are used together the last goes first, so that a sequence of
-pages never loses its head before its tail.
+and leaves the hot one alone. Of the keys that are used together the last is evicted first, so that a sequence of pages
+never loses its head before its tail.
 """
 
 from collections import OrderedDict

@@ -1,6 +1,6 @@
 """The store inside one process: a bounded piece of memory. A scan does not drive out what is used again and again.
 
-Invariant: the lock guards the table, never a copy. A value is pinned while it is copied, so nothing moves under it.
+The lock guards the table, never a copy. A value is pinned while it is copied, so it stays in its place.
 """
 
 import threading

@@ -2,7 +2,7 @@
 
 Called before it is set up or after it is closed it ends the process; its calls block for 4.5 s while the master is
 dead, 30 s while an owner is stopped, and as long as the master is stopped; while it closes it holds the interpreter's
-lock (seen with 0.3.13.post1). Invariant: nothing else calls it, and every call stands in `StallBreaker` from before it
+lock (seen with 0.3.13.post1). No other module calls the library, and `StallBreaker` counts every call from before it
 begins until after it has ended.
 """
 

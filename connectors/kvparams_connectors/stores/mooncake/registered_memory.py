@@ -1,7 +1,7 @@
 """Memory that Mooncake may read and write: what was registered with it, and how a value lies in it.
 
-The client library reads and writes only registered memory, and checks nothing: a wrong address ends the process.
-Invariant: an address is handed out only together with what keeps its memory alive.
+The client library reads and writes only registered memory, and checks nothing: a wrong address ends the process. So an
+address is handed out only together with the object that keeps its memory alive.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """Defines how a connection between peers begins: versions, who runs there, and that both know the secret.
 
 Each side proves with HMAC-SHA256 over its role, both nonces and the run that it has the secret; the secret itself is
-never sent. Invariant: with a secret nothing is said or believed before the other side's proof was good; whoever has
-none does not talk to whoever has one.
+never sent. With a secret, no data is sent or accepted before the other side's proof was good. A side without a secret
+does not talk to one with a secret.
 
 It proves who began; what follows is neither encrypted nor authenticated. Pages carry checksums, or tags
 (`kvparams.page_auth`) where others share the network.

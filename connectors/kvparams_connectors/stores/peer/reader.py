@@ -1,7 +1,7 @@
 """Reading from others: batches of keys, each batch from one place.
 
-Invariant: what was not received whole, in time and while it was held for us, is not OK; a place that does not answer as
-it should is left alone, and what it was said to have is a MISS: it is the place that failed, not this store.
+Invariant: a value is OK only if it was received whole, in time, and while it was held for this reader. A place that
+misbehaves is left alone, and its keys are a MISS: the place failed, not this store.
 """
 
 import threading

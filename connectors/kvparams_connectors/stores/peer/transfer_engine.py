@@ -3,8 +3,8 @@
 What decides how it is used, by reading (`mooncake-integration/transfer_engine/transfer_engine_py.cpp` at commit 007354c
 and `multi_transport.cpp` of Mooncake): `batch_transfer_sync_read` blocks, and turns round on a core, for up to 30 s
 where the other side is stopped; when it gives up, or when one part of a batch has failed, other parts may still be on
-their way and be written later. So it never gets a caller's buffer. Invariant: what a failed read was to land in is
-never used again; a new landing area takes its place, a few times.
+their way and be written later. So it never gets a caller's buffer. The landing slot of a failed read is never used
+again; a new landing area takes its place, a few times.
 
 To let go of it takes most of a second, in which it holds the interpreter's lock (seen with 0.3.13.post1). It listens on
 all addresses of the machine and asks nobody for a proof: who reaches its port, which it chooses itself, may read and

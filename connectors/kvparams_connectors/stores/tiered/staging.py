@@ -1,8 +1,8 @@
 """Values on their way from one tier to others, in memory of their own.
 
-A caller's buffers are the caller's again when its job has settled, so what goes on afterwards goes on from a copy.
-Invariant: a value that is on its way is never left behind by a delete; a delete waits for it, and what was read before
-or during a delete is not carried anywhere.
+A caller's buffers are the caller's again when its job has settled, so what goes on afterwards goes on from a copy. A
+delete waits for a staged value of its key, so none is left behind. A value that was read before or during a delete of
+its key is not copied to another tier.
 """
 
 import logging

@@ -6,8 +6,8 @@ does and the others follow in the background: what is still on its way is lost i
 discard, of what was found damaged: where the bytes came from, and nowhere else. What a slower tier gave is put into the
 faster ones in the background, if there is room to stage it.
 
-Invariant: no thread waits for a tier. A tier's answer, in that tier's thread, asks the next one; so a tier that hangs
-keeps nobody else from their answers, and a job settles only when every tier has let go of the caller's buffers.
+No thread waits for a tier. A tier's answer, in that tier's thread, asks the next one. So a tier that hangs delays no
+other answer, and a job settles only when no tier uses the caller's buffers any more.
 """
 
 import logging

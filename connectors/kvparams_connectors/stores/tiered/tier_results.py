@@ -1,6 +1,6 @@
 """Combines the answers of several tiers to one batch.
 
-Invariant: the best truth. A key that some tier has is found; that it is nowhere is said only if every tier said so.
+A key that any tier has is found. A key is missing only if every tier says so.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """A connection to a server: a stream, and replies that are read from it in the order in which they were asked for.
 
-Invariant: a connection is reusable only while no reply is owed on it; one that has raised is closed.
+A connection is reusable only while no reply is owed on it; one that has raised is closed.
 """
 
 import socket

@@ -1,7 +1,7 @@
 """RESP (version 2), as far as values need it: replies from a stream of bytes, values straight into their buffers.
 
-Invariant: a declared length allocates nothing, and a stream that is not in a known state is never read again, so
-whoever sees an exception from here closes the connection.
+A declared length allocates nothing. A stream in an unknown state is never read again, so a caller that gets an
+exception from here closes the connection.
 
 The protocol: https://valkey.io/topics/protocol/ (as of Valkey 8.0). Replies here are simple strings, errors, integers
 and bulk strings; nothing that a store asks is answered by an array.

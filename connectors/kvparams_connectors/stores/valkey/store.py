@@ -1,8 +1,8 @@
 """The store on Valkey servers: one, or a cluster; TCP, TLS or a unix socket.
 
 Values go over connections of our own (`resp.py`), straight from and into the caller's buffers; valkey-py asks what the
-server is (`control.py`). `benchmarks/valkey_bench.py` says why. Invariant: a put is `SET ... NX` of a whole value, so
-that what a key holds never changes and never is half there.
+server is (`server_facts.py`). `benchmarks/valkey_bench.py` says why. A put is `SET ... NX` of a whole value, so the value of
+a key never changes and is never incomplete.
 
 Outside a cluster a replica may take the place of its primary (by Sentinel, or by hand). When a server refuses a put
 because it is a replica, or is away, it and the replicas that were seen are asked who the primary is, and that one has
