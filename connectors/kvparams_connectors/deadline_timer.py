@@ -19,11 +19,11 @@ class DeadlineTimer:
     """Rings at a time on the clock of `time.monotonic`. Its thread starts with the first time that is set."""
 
     def __init__(self, name: str, ring: Callable[[float], float | None]) -> None:
-        """Creates a `DeadlineTimer`.
+        """Starts no thread; the first time that is set does.
 
         Args:
-            name: names the thread.
-            ring: is called with the time; it must be quick and returns when to ring next, or None.
+            name: the name of the thread.
+            ring: called with the time in seconds. It must return soon. It returns when to ring next, or None.
         """
         self._ring = ring
         self._changed = threading.Condition(threading.Lock())

@@ -101,10 +101,10 @@ class DeadlineSocket:
     """A connected socket, plain or TLS. Every wait ends at the deadline in force."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Creates a `DeadlineSocket`.
+        """Takes a connected socket, which `close` closes.
 
         Args:
-            sock: connected, and from now on ours to close.
+            sock: the socket; no other code may use it any more.
         """
         self._socket = sock
         self._tls = isinstance(sock, ssl.SSLSocket)

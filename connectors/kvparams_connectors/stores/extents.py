@@ -56,10 +56,10 @@ class ExtentAllocator:
     """Describes which units are free. It does not lock; whoever owns it does."""
 
     def __init__(self, free: npt.NDArray[np.bool_]) -> None:
-        """Creates an `ExtentAllocator`.
+        """Takes the flags of free units, which it changes in place.
 
         Args:
-            free: one flag per unit, True where it is free; may lie in shared memory.
+            free: one flag per unit, True where the unit is free. It may lie in shared memory.
         """
         self._free = free
         self._hint = Extent(0, 0)

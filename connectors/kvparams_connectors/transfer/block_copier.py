@@ -83,11 +83,11 @@ class HostBlockCopier:
     """Blocks on the CPU."""
 
     def __init__(self, layout: PagedKVLayout, *, payload_bytes: int) -> None:
-        """Creates a `HostBlockCopier`.
+        """Copies between tensors on the CPU and slots.
 
         Args:
-            layout: of tensors on the CPU.
-            payload_bytes: of the largest part of a page.
+            layout: the tensors of the engine's KV cache.
+            payload_bytes: the size of the largest part of a page, in bytes.
         """
         self.batch_size: int = max(1, _HOST_BATCH // payload_bytes)
         self.allocate: Callable[[int], memoryview] | None = None
@@ -120,13 +120,13 @@ class StagedBlockCopier:
     """Blocks on a device."""
 
     def __init__(self, device: Device, layout: PagedKVLayout, *, payload_bytes: int, bounce_bytes: int) -> None:
-        """Creates a `StagedBlockCopier`.
+        """Allocates two bounce buffers of device memory, and two streams.
 
         Args:
             device: where the blocks are.
-            layout: of tensors on `device`.
-            payload_bytes: of the largest part of a page.
-            bounce_bytes: of device memory, for saves and again for loads; at least one part each.
+            layout: the tensors of the engine's KV cache on `device`.
+            payload_bytes: the size of the largest part of a page, in bytes.
+            bounce_bytes: the size of each bounce buffer, in bytes; it holds at least one part.
         """
         stride = -(-payload_bytes // _ALIGNMENT) * _ALIGNMENT
         self.batch_size: int = max(1, bounce_bytes // stride)

@@ -21,12 +21,12 @@ class IncrementalVerifier:
     __slots__ = ("_hash", "_hashed", "_judge", "_page", "verified")
 
     def __init__(self, page: memoryview, judge: Callable[[int, int | None], PageRefusal | None]) -> None:
-        """Creates an `IncrementalVerifier`.
+        """Begins without any bytes.
 
         Args:
-            page: where it comes to.
-            judge: tells whether the bytes are the requested page; takes the checksum of the payload, or None where
-                that is not known yet.
+            page: the memory that the page arrives in.
+            judge: returns why the bytes are not the requested page, or None. Its arguments are the size of the page and
+                the checksum of the payload, or None if that was not computed.
         """
         self._page = page
         self._judge = judge

@@ -39,16 +39,16 @@ class PagedKVLayout:
         rectangle: KVShard | None = None,
         dtype: str | None = None,
     ) -> None:
-        """Creates a `PagedKVLayout`.
+        """Checks that the tensors fit together.
 
         Args:
-            keys: K per layer, in layer order. MLA: the latents, with one head.
-            values: V per layer; head_dim and strides may differ from K's. MLA: none.
-            rectangle: which part of the model the tensors hold; None means all of it.
-            dtype: what the elements mean; None means what torch says. Engines keep fp8 in `torch.uint8`.
+            keys: the K tensor of each layer, in layer order. MLA: the latents, with one head.
+            values: the V tensor of each layer; head_dim and strides may differ from K's. MLA: empty.
+            rectangle: the part of the model that the tensors hold; None: the whole model.
+            dtype: the type of the elements; None: that of the tensors. Engines keep fp8 in `torch.uint8`.
 
         Raises:
-            LayoutError: the tensors do not fit together, or are something this class does not know.
+            LayoutError: the tensors do not fit together, or their form is unknown.
         """
         if not keys or (values and len(keys) != len(values)):
             raise LayoutError(

@@ -63,16 +63,16 @@ class LoadOperation:
         end_token: int,
         fence: DeviceEvent | None,
     ) -> None:
-        """Creates a `LoadOperation`.
+        """Selects the pages of the load; nothing is read yet.
 
         Args:
-            gear: the connector's.
-            checks: where pages are verified.
-            plan: the sequence's.
-            block_ids: its block table from token 0.
-            start_token: the first position to write.
-            end_token: the position behind the last one to write.
-            fence: of the engine's stream; blocks are written after it.
+            gear: the connector's store, arena and settings.
+            checks: the threads that verify pages.
+            plan: the pages of the sequence.
+            block_ids: the block table of the sequence, from token 0.
+            start_token: the first position to write, in tokens.
+            end_token: the position after the last one to write.
+            fence: an event of the engine's stream; blocks are written after it. None: there is no stream.
         """
         self._gear, self._checks = gear, checks
         self._plan = plan

@@ -108,7 +108,13 @@ class KVParamsHiCache(HiCacheStorage):
     """See the module. `extra_info` says which pages come before; SGLang's hashes say that already."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object] | None = None) -> None:
-        """Raises StoreError, PageAuthError or PluginError: see `settings.py`; SGLang does not start then."""
+        """Opens the store of SGLang's settings (`settings.py`). SGLang does not start if this raises.
+
+        Raises:
+            StoreError: the store cannot be opened, or a setting is wrong.
+            PageAuthError: the key file of authenticated pages cannot be used.
+            PluginError: no plugin provides the store.
+        """
         settings = SGLangSettings.of(storage_config.extra_config)
         if not (storage_config.extra_config or {}).get("interface_v1"):
             _LOGGER.warning('%s: without "interface_v1": 1 SGLang copies every page once more', WHERE)

@@ -81,7 +81,14 @@ class HostPages:
     """
 
     def __init__(self, pool: HostKVCache) -> None:
-        """Raises LayoutError: see `check_pool`, or SGLang's word does not fit the pool's memory."""
+        """Checks the pool's memory.
+
+        Args:
+            pool: SGLang's host pool.
+
+        Raises:
+            LayoutError: `check_pool` refuses the pool, or SGLang's description does not fit the pool's memory.
+        """
         check_pool(pool)
         self._page_size = pool.page_size
         self.pages: Final = pool.page_num

@@ -26,7 +26,12 @@ class BlockPins:
     """Describes what is held. Used by the scheduler's thread alone."""
 
     def __init__(self, pool: BlockPool, workers: int) -> None:
-        """`workers`: how many copy a part of each block."""
+        """Begins without a pinned block.
+
+        Args:
+            pool: vLLM's pool of blocks.
+            workers: the number of workers, each of which copies a part of each block.
+        """
         self._pool, self._workers = pool, workers
         self._next = 1
         self._held: dict[int, _BlockPin] = {}

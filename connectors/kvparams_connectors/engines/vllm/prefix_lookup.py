@@ -25,12 +25,13 @@ class StorePrefixLookup:
     def __init__(
         self, store: KVStore, shares: Sequence[RankShard], deadline_s: float, *, own: str | None = None
     ) -> None:
-        """Creates a `StorePrefixLookup`.
+        """Asks the store nothing yet.
 
         Args:
-            store: stays the caller's.
-            shares: of the groups of layers, in the engine's order; each request brings its cache salt and LoRA.
-            deadline_s: for one lookup.
+            store: where pages are looked up; the caller closes it.
+            shares: what a rank holds of each group of layers, in the engine's order. Each request adds its cache salt
+                and LoRA.
+            deadline_s: the time limit of one lookup, in seconds.
             own: where this engine's own pages are read, if not in the store.
         """
         self._store = store

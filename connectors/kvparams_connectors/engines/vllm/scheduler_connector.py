@@ -57,7 +57,18 @@ class SchedulerConnector:
     def __init__(
         self, config: VllmConfig, cache: KVCacheConfig, settings: VLLMSettings, *, tells_failures: bool = True
     ) -> None:
-        """`tells_failures`: see `read_groups`. Raises LayoutError or StoreError if this engine cannot share its KV."""
+        """Opens the store, for lookups only.
+
+        Args:
+            config: vLLM's configuration.
+            cache: vLLM's description of the KV cache.
+            settings: the connector's settings.
+            tells_failures: whether vLLM can be told that a load has failed as a whole; see `read_groups`.
+
+        Raises:
+            LayoutError: this engine's KV cannot be shared.
+            StoreError: the store cannot be opened, or a setting is wrong.
+        """
         transfer = config.kv_transfer_config
         assert transfer is not None
         groups = read_groups(config, cache, page_tokens=settings.page_tokens, tells_failures=tells_failures)

@@ -54,7 +54,19 @@ class WorkerConnector:
         *,
         tells_failures: bool = True,
     ) -> None:
-        """`tells_failures`: see `read_groups`. Raises LayoutError or StoreError if this engine cannot share its KV."""
+        """Opens the store; `register` takes the tensors.
+
+        Args:
+            config: vLLM's configuration.
+            cache: vLLM's description of the KV cache.
+            settings: the connector's settings.
+            platform: what vLLM says about this worker.
+            tells_failures: whether vLLM can be told that a load has failed as a whole; see `read_groups`.
+
+        Raises:
+            LayoutError: this engine's KV cannot be shared.
+            StoreError: the store cannot be opened, or a setting is wrong.
+        """
         self._config, self._settings, self._platform = config, settings, platform
         self._groups: Final = read_groups(
             config, cache, page_tokens=settings.page_tokens, tells_failures=tells_failures

@@ -97,15 +97,15 @@ class OffloadChunkPipeline:
         verify: bool = True,
         seals: PageAuthKeys | None = None,
     ) -> None:
-        """Creates an `OffloadChunkPipeline`.
+        """Allocates an arena, registers it with the store, and starts the worker threads.
 
         Args:
-            store: stays the caller's.
-            form: of the chunks.
-            deadline_s: of each load and save, from its submission on.
-            arena_bytes: for chunks on their way; None: 64 MiB, and room for 8 chunks at least.
-            verify: False uses whatever comes.
-            seals: keys of authenticated pages.
+            store: where chunks are kept; the caller closes it.
+            form: the layout of the chunks.
+            deadline_s: the time limit of a load or save from its submission, in seconds.
+            arena_bytes: the size of the memory for chunks in transfer, in bytes. None: 64 MiB, and at least 8 chunks.
+            verify: False uses chunks without verification.
+            seals: the keys of authenticated pages; None: chunks carry a checksum and no tag.
         """
         self._store = store
         self._form = form

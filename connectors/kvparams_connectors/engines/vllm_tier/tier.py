@@ -136,7 +136,12 @@ class KVParamsTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **settings: object,
     ) -> None:
-        """Raises StoreError or PageAuthError, which end the engine before it serves."""
+        """Opens the store of the tier's settings. The engine does not start if this raises.
+
+        Raises:
+            StoreError: the store cannot be opened, or a setting is wrong.
+            PageAuthError: the key file of authenticated pages cannot be used.
+        """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         forward_logs(logging.getLogger("vllm"))
         told = TierSettings.of(settings)

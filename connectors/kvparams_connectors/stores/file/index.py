@@ -58,10 +58,14 @@ class FileIndex:
     """A `FileIndex` is a process's view of the index."""
 
     def __init__(self, file: FileMap, deadline: float) -> None:
-        """Take a seat; free what dead owners left, and everything if the machine has restarted since.
+        """Takes a seat among the file's users, and frees what dead users or a restart of the machine have left.
+
+        Args:
+            file: the mapped file.
+            deadline: the time on the clock of `time.monotonic` until which to wait for the lock.
 
         Raises:
-            TimeoutError: somebody else held the file's lock until the deadline.
+            TimeoutError: another process held the file's lock until the deadline.
             OSError: too many processes use the file.
         """
         self._file = file

@@ -55,17 +55,18 @@ class FileStore(BlockingStore):
         threads: int = 1,
         timeout_s: float = 120.0,
     ) -> None:
-        """Open the file, or create it and allocate all of it.
+        """Opens the file, or creates it and allocates all of it.
 
         Args:
             path: the file; its directory exists.
-            size_bytes: of the whole file. None: as the file is, or 1 GiB for a new one.
-            unit_bytes: a value takes whole units. None: as the file is, or 64 KiB for a new one.
-            threads: how many batches this process works on at a time.
-            timeout_s: how long to wait for another process that is creating it.
+            size_bytes: the size of the whole file, in bytes. None: that of the existing file, or 1 GiB for a new one.
+            unit_bytes: a value takes whole units of so many bytes. None: that of the existing file, or 64 KiB for a new
+                one.
+            threads: the number of batches that this process works on at a time.
+            timeout_s: how long to wait for another process that is creating the file, in seconds.
 
         Raises:
-            StoreError: the file is something else, of another version or size, or the disk is full.
+            StoreError: the file is no store, has another version or size, or the disk is full.
         """
         if unit_bytes is not None and (unit_bytes < _SMALLEST_UNIT or unit_bytes % _SMALLEST_UNIT):
             raise StoreError(f"file store: unit {unit_bytes} is not a multiple of {_SMALLEST_UNIT} bytes")

@@ -55,12 +55,12 @@ class GuardedStore(KVStore):
     """`inner`, guarded. It belongs to the guard: closing this closes it."""
 
     def __init__(self, inner: KVStore, limits: GuardLimits | None = None, *, name: str = "store") -> None:
-        """Creates a `GuardedStore`.
+        """Takes over a store: `close` closes it, too.
 
         Args:
             inner: the store; its methods return at once, as `KVStore` asks.
-            limits: how much patience there is with it.
-            name: for the log and the thread; a scheme, never a URL.
+            limits: the time-outs and bounds of the guard; None: the defaults.
+            name: the name in the log and of the thread; a scheme, never a URL, which may hold a secret.
         """
         self._inner = inner
         self._limits = limits or GuardLimits()

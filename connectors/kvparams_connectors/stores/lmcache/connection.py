@@ -41,10 +41,10 @@ class LMCacheConnection(DeadlineSocket):
     """A connected socket and the replies that are owed on it."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Creates an `LMCacheConnection`.
+        """Takes a connected socket, which `close` closes, with a reset if a reply is owed.
 
         Args:
-            sock: connected, and from now on ours to close.
+            sock: the socket; no other code may use it any more.
         """
         super().__init__(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)

@@ -44,7 +44,11 @@ class LMCacheMPLibrary:
     """The parts of the package, loaded once for a store."""
 
     def __init__(self) -> None:
-        """Raises StoreError if LMCache is not installed, or not the version that is known here."""
+        """Imports LMCache's client classes.
+
+        Raises:
+            StoreError: LMCache is not installed, or its version is not the supported one.
+        """
         try:
             found = metadata.version("lmcache")
             self._types: Any = importlib.import_module("lmcache.v1.multiprocess.custom_types")

@@ -63,15 +63,15 @@ class LMCacheMPStore(BlockingStore):
     def __init__(
         self, host: str, port: int, *, http_port: int, value_bytes: int, prefix: str = "", connect_s: float = 5.0
     ) -> None:
-        """Connect and register.
+        """Connects to the server and registers with it.
 
         Args:
-            host: of the server.
-            port: of its requests.
-            http_port: of its administration; deletes need it.
-            value_bytes: of the largest value; each takes this much of the pool.
-            prefix: deployments with other prefixes do not meet.
-            connect_s: how long the server may take to answer.
+            host: the host of the server.
+            port: the port for requests.
+            http_port: the port for administration; deletes need it.
+            value_bytes: the size of the largest value, in bytes; each value takes this much of the pool.
+            prefix: separates deployments that share a server.
+            connect_s: the time limit of the server's answer, in seconds.
 
         Raises:
             StoreError: LMCache is not installed here, or the server does not answer or shares no memory.

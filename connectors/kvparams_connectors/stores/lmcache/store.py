@@ -75,17 +75,17 @@ class LMCacheStore(BlockingStore):
         threads: int = 1,
         connect_s: float = _CONNECT_MS / 1000,
     ) -> None:
-        """Connect, and see that it is such a server.
+        """Connects, and checks that the server speaks `lm://`.
 
         Args:
-            server: host and port.
-            prefix: deployments that share a server do not meet, if theirs differ.
-            max_value_bytes: larger values are refused; the server itself has no limit but its machine's memory.
-            threads: how many batches are worked on at a time, each over a connection of its own.
-            connect_s: the longest that a connection may take, in seconds.
+            server: the host and port.
+            prefix: separates deployments that share a server.
+            max_value_bytes: larger values are refused; the server's only limit is its machine's memory.
+            threads: the number of batches that are worked on at a time, each over a connection of its own.
+            connect_s: the time limit of a connection, in seconds.
 
         Raises:
-            StoreError: it cannot be reached, or is something else.
+            StoreError: the server cannot be reached, or is something else.
         """
         self._server = server
         self._connect_s = connect_s

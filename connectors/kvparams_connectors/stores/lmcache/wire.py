@@ -150,10 +150,11 @@ class LMCacheNames:
     LONGEST_PREFIX: Final = 64
 
     def __init__(self, prefix: str = "") -> None:
-        """Creates an `LMCacheNames`.
+        """Takes the prefix of one deployment.
 
         Args:
-            prefix: deployments with different ones do not meet; at most `LONGEST_PREFIX` characters, no `@`, no space.
+            prefix: separates deployments that share a server; at most `LONGEST_PREFIX` characters, without `@` and
+                spaces.
         """
         model = f"kvparams:{prefix}" if prefix else "kvparams"
         self._value = f"{model}@1@0@"

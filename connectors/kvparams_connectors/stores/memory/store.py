@@ -77,14 +77,15 @@ class MemoryStore(BlockingStore):
         lease_s: float = 0.0,
         name: str = "memory",
     ) -> None:
-        """Allocate and touch the memory.
+        """Allocates the memory and touches every page of it.
 
         Args:
-            size_bytes: for all values together; rounded down to whole units.
-            unit_bytes: a value takes whole units.
-            threads: how many batches are worked on at a time.
-            lease_s: so long after it was put or found a value is not evicted; what would need its room is FULL.
-            name: of the threads.
+            size_bytes: the size of all values together, in bytes; rounded down to whole units.
+            unit_bytes: a value takes whole units of so many bytes.
+            threads: the number of batches that are worked on at a time.
+            lease_s: a value is not evicted for so many seconds after it was put or found; a put that needs its room is
+                FULL.
+            name: the prefix of the threads' names.
         """
         units = size_bytes // unit_bytes
         if units < 1:

@@ -78,10 +78,13 @@ class MooncakeClient:
     """A `MooncakeClient` is a connection to a Mooncake cluster; any thread may use it."""
 
     def __init__(self, settings: MooncakeSettings) -> None:
-        """Connect, within bounds.
+        """Connects to the master within a time limit.
+
+        Args:
+            settings: the address of the master, and the other settings.
 
         Raises:
-            StoreError: no master (StoreUnreachable), no client library, or it could not be set up.
+            StoreError: there is no master (StoreUnreachable), or the client library is missing or cannot be set up.
         """
         local = settings.local or master_address(settings)
         if settings.local:

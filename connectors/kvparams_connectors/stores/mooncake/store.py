@@ -57,11 +57,12 @@ class MooncakeStore(BlockingStore):
     """
 
     def __init__(self, settings: MooncakeSettings, client: MooncakeClient | None = None) -> None:
-        """Connect.
+        """Connects to the master.
 
         Args:
-            settings: where, and how.
-            client: one that other stores use too, under other prefixes; it stays the caller's. None: one of its own.
+            settings: the address of the master, and the other settings.
+            client: a client that several stores share, under other prefixes; the caller closes it. None: one of its
+                own.
 
         Raises:
             StoreError: the master cannot be reached, or the client library is missing or cannot be set up.

@@ -47,10 +47,10 @@ class BatchGatherer:
     """The batches that are under way, and the threads that ask."""
 
     def __init__(self, threads: int) -> None:
-        """Creates a `BatchGatherer`.
+        """Starts the threads that read from other places.
 
         Args:
-            threads: how many places are asked at a time.
+            threads: the number of places that are read from at a time.
         """
         self._threads: Final = threads
         self._lane: Final = WorkerPool("kvparams-peer", threads=threads)

@@ -59,13 +59,13 @@ class PeerServer:
     """Lets others read what is in `memory`."""
 
     def __init__(self, memory: MemoryStore, listener: socket.socket, secret: bytes, session: str) -> None:
-        """Creates a `PeerServer`.
+        """Starts the thread that accepts readers.
 
         Args:
-            memory: stays the caller's.
-            listener: bound and listening; from now on ours to close.
-            secret: what readers have to know; empty: nothing.
-            session: how a transfer engine that reads this memory calls this process; empty: there is none.
+            memory: the store whose values are read; the caller closes it.
+            listener: a bound, listening socket; `close` closes it.
+            secret: the secret that readers have to prove; empty: readers need none.
+            session: the transfer engine's name of this process, for readers that use one; empty: there is none.
         """
         self._memory = memory
         self._listener = listener

@@ -97,15 +97,15 @@ class PeerStore(KVStore):
     """This process's memory, and that of others."""
 
     def __init__(self, settings: PeerSettings, *, transfer: GuardedTransferEngine | None = None) -> None:
-        """Allocate and touch the memory, and listen.
+        """Allocates the memory, and listens for readers.
 
         Args:
-            settings: all of them.
-            transfer: one that several stores share, and which stays the caller's; None: one of its own, if the
-                settings say so.
+            settings: the settings.
+            transfer: a transfer engine that several stores share; the caller closes it. None: one of its own, if the
+                settings ask for one.
 
         Raises:
-            StoreError: the place is taken or not of this machine, or the transfer engine cannot be used.
+            StoreError: the address is taken or not of this machine, or the transfer engine cannot be used.
         """
         self._settings = settings
         self._allowed = settings.allowed

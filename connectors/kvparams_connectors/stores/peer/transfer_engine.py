@@ -54,14 +54,14 @@ class GuardedTransferEngine:
     """A transfer engine, its landing area, and the threads that wait for it. Any thread may use it."""
 
     def __init__(self, local: str, *, protocol: str, devices: str, buffer_bytes: int, threads: int) -> None:
-        """Creates a `GuardedTransferEngine`.
+        """Sets up the library, registers a landing area, and starts the worker threads.
 
         Args:
-            local: where others find this process.
+            local: the host name or address under which other processes find this one.
             protocol: `tcp` or `rdma`.
             devices: RDMA devices, separated by commas.
-            buffer_bytes: of the landing area.
-            threads: how many reads at a time.
+            buffer_bytes: the size of a landing area, in bytes.
+            threads: the number of reads at a time.
 
         Raises:
             StoreError: the library cannot be loaded or set up.

@@ -46,10 +46,10 @@ class StagingArea:
     """Staging memory, what is in it, and the deletes that must not cross it."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Allocate and touch the staging memory.
+        """Allocates the staging memory and touches every page of it.
 
         Args:
-            size_bytes: for all values that are on their way; rounded up to a whole unit of 64 KiB.
+            size_bytes: the size for all values in transfer, in bytes; rounded up to a whole unit of 64 KiB.
         """
         units = max(1, -(-size_bytes // _UNIT))
         self._memory = np.empty(units * _UNIT, dtype=np.uint8)

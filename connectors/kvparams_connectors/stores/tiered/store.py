@@ -62,17 +62,17 @@ class TieredStore(KVStore):
         promote: bool = True,
         staging_bytes: int = _STAGING,
     ) -> None:
-        """Creates a `TieredStore`.
+        """Takes over the tiers, and allocates the staging memory.
 
         Args:
-            tiers: 2 to 4, the fastest first. Guard those that can fail (`GuardedStore`).
-            write_back: put answers after the first tier.
-            promote: what a slower tier gave goes into the faster ones.
-            staging_bytes: for values on their way in the background. What finds no room there is not promoted; what is
-                being put is written through.
+            tiers: 2 to 4 stores, the fastest first. Guard those that can fail (`GuardedStore`).
+            write_back: whether a put answers after the first tier.
+            promote: whether a value that a slower tier gave is put into the faster ones.
+            staging_bytes: the size of the memory for values that move in the background, in bytes. A value that finds
+                no room there is not promoted; a value that is being put is written through.
 
         Raises:
-                StoreError: too few or too many tiers, or one of them twice.
+            StoreError: there are too few or too many tiers, or one store is two of them.
         """
         if not 2 <= len(tiers) <= _MOST_TIERS:
             raise StoreError(f"tiered store: {len(tiers)} tiers; it takes 2 to {_MOST_TIERS}: l1=...&l2=...")

@@ -82,12 +82,12 @@ class ReplyReader:
     """Replies from a stream of bytes that may be cut anywhere."""
 
     def __init__(self, receive: ReceiveInto, *, step: int | None) -> None:
-        """Creates a `ReplyReader`.
+        """Allocates the scratch memory; nothing is read yet.
 
         Args:
             receive: as `DeadlineSocket.receive`.
-            step: about so much is received before whoever wants to look at it is told. None: he is told whenever it
-                would only be waited for more.
+            step: the number of bytes to receive before `GetOp.on_progress` is called. None: it is called whenever the
+                reader would have to wait for more bytes.
         """
         self._receive = receive
         self._about = step

@@ -1,8 +1,8 @@
 """The store on Valkey servers: one, or a cluster; TCP, TLS or a unix socket.
 
 Values go over connections of our own (`resp.py`), straight from and into the caller's buffers; valkey-py asks what the
-server is (`server_facts.py`). `benchmarks/valkey_bench.py` says why. A put is `SET ... NX` of a whole value, so the value of
-a key never changes and is never incomplete.
+server is (`server_facts.py`). `benchmarks/valkey_bench.py` says why. A put is `SET ... NX` of a whole value, so the
+value of a key never changes and is never incomplete.
 
 Outside a cluster a replica may take the place of its primary (by Sentinel, or by hand). When a server refuses a put
 because it is a replica, or is away, it and the replicas that were seen are asked who the primary is, and that one has
@@ -77,18 +77,18 @@ class ValkeyStore(BlockingStore):
         ttl_s: int = 0,
         threads: int = 1,
     ) -> None:
-        """Connect, and ask the server what it is.
+        """Connects, and asks the server for its version and kind.
 
         Args:
-            node: the server, or one of a cluster.
-            access: how it is reached; its `tls` goes with `tls`.
+            node: the server, or one server of a cluster.
+            access: the credentials and kind of connection; its `tls` belongs to `tls`.
             tls: the files behind `access.tls`.
-            prefix: stands before every key, with a colon: deployments that share a server do not meet.
-            ttl_s: a value goes by itself so many seconds after it was put; 0: never.
-            threads: how many batches are worked on at a time, each over connections of its own.
+            prefix: precedes every key, with a colon; it separates deployments that share a server.
+            ttl_s: the server deletes a value so many seconds after its put; 0: never.
+            threads: the number of batches that are worked on at a time, each over connections of its own.
 
         Raises:
-            StoreError: the server cannot be reached, does not let us in, or is too old.
+            StoreError: the server cannot be reached, refuses the credentials, or is too old.
         """
         facts = read_facts(node, access, tls)
         self._access = access
