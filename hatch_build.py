@@ -1,7 +1,8 @@
 """Compiles the modules on a request's path into the wheel, if HATCH_BUILD_HOOK_ENABLE_CUSTOM=true asks for it.
 
 The modules are ordinary Python, and pyproject.toml names them. Cython compiles them as they are. The wheel has both
-forms, and Python imports the compiled one. Where they cannot be compiled, the build says so and makes an ordinary wheel.
+forms, and Python imports the compiled one. Where they cannot be compiled, the build says so, and the wheel is an
+ordinary one.
 """
 
 import shutil
