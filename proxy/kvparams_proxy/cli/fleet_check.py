@@ -57,7 +57,10 @@ async def check_fleet(
             known[instance] = found
         for prefill, decode in _pairs(list(engines)):
             if decode is None:
-                said = f"no decode engine has the connector {prefill.dialect}: nothing could be handed on"
+                said = (
+                    f"no decode engine has the connector {prefill.dialect}, so no engine could fetch its KV; "
+                    "correct `connector`, or add a decode engine"
+                )
                 yield CheckFinding("error", prefill.id, said)
             elif prefill in known and decode in known:
                 trial = PairTrial(engines, dialects, places, prefill, decode, known, signer, pins)
