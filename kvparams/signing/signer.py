@@ -35,7 +35,9 @@ class NoSigningKey(KVParamsError):
     """None of the keys may sign at this time."""
 
     def __str__(self) -> str:
-        return "no key may sign now: each begins later or has ended; `kvparams signing-keys rotate` makes one"
+        return (
+            "no signing key is valid now: each begins later or has expired; add one with `kvparams signing-keys rotate`"
+        )
 
 
 class EncodedNativeKeys(NamedTuple):

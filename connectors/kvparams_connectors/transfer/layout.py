@@ -90,8 +90,8 @@ class PagedKVLayout:
         """The same from one tensor `[layers, 2, num_blocks, block_size, kv_heads, head_dim]`, K before V."""
         if tensor.dim() != 6 or tensor.shape[1] != 2:
             raise LayoutError(
-                f"a tensor of shape {list(tensor.shape)}; "
-                "known is [layers, 2, num_blocks, block_size, kv_heads, head_dim]"
+                f"the tensor has the shape {list(tensor.shape)}; it must be [layers, 2, num_blocks, block_size, "
+                "kv_heads, head_dim]"
             )
         return cls(list(tensor[:, 0]), list(tensor[:, 1]), rectangle=rectangle)
 

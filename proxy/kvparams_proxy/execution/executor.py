@@ -249,7 +249,7 @@ class Execution:
         elif self._waiting is not None:
             self._waiting = None
             self._resources.fleet.cancel_wait(self)
-            self.resume_plan(None, LegFailed("the KV was given up before a decode engine had room", another=False))
+            self.resume_plan(None, LegFailed("the KV expired before a decode engine had room", another=False))
         else:
             self._legs.expire()
 
@@ -259,7 +259,7 @@ class Execution:
             self._downstream.drop()
         else:
             limit_s = self._resources.settings.request_timeout_s
-            said = f"the request took longer than {limit_s:g} s, which is the limit here (--request-timeout)"
+            said = f"the request took longer than the limit of {limit_s:g} s (--request-timeout)"
             self._end_early(ProxyError(504, "timeout", said, code="request_timeout"))
 
     # the end

@@ -333,7 +333,7 @@ def _open_event_consumer(
     Otherwise the log says why not, once an engine that publishes events joins.
     """
     if prefixes is None:
-        why = f"since the policy {settings.policy} does not look at what engines have cached; --policy cache_aware does"
+        why = f"because the policy {settings.policy} does not use engines' caches; --policy cache_aware does"
         fleet.add_listener(UnusedEventsLogger(loop.call_soon, why))
         return None
     try:

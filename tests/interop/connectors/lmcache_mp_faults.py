@@ -265,7 +265,7 @@ def test_a_flipped_byte_in_the_pool_is_left_to_whoever_reads_pages(case: Case, s
         ("?vaule=1MiB", "unknown setting vaule"),
         ("?max_value=2GiB", "is more than"),
         ("?prefix=a/b", "prefix='a/b'"),
-        ("/path", "names no server"),
+        ("/path", "has no server"),
         ("?connect_ms=300", "no LMCache server answers"),
     ],
 )

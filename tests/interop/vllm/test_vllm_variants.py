@@ -323,7 +323,7 @@ def test_what_cannot_work_is_refused_in_words(model: Path, tmp_path: Path) -> No
             transfer_config(store),
         ),
         (
-            "switch the store off for this model",
+            "turn the store off for this model",
             _windows(model, tmp_path, ["sliding_attention"] * 2),
             transfer_config(store),
         ),

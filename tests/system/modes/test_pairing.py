@@ -108,7 +108,7 @@ def test_without_the_other_leg_everybody_may_be_taken() -> None:
 
 def test_who_has_no_partner_is_told_so() -> None:
     fleet = fleet_of([instance("p0", "left"), instance("d0", "right")])
-    with pytest.raises(ProxyError, match="paired with any decode one: see `connector`, `group` and `compatibility`"):
+    with pytest.raises(ProxyError, match="paired with any decode one: check `connector`, `group` and `compatibility`"):
         fleet.acquire(Role.PREFILL, FACTS, (), Waits(), Role.DECODE)
     with pytest.raises(ProxyError, match="the other leg's engine, of the group left"):
         fleet.acquire(Role.DECODE, FACTS, (), Waits(), instance("p0", "left"))

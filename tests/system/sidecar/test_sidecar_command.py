@@ -22,7 +22,7 @@ HERE = ("sidecar", "--role", "prefill", "--engine")
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ((*HERE, "http://e:1"), "no decode engine is given; name at least one --decode URL, or --config FILE"),
+        ((*HERE, "http://e:1"), "no decode engine is given; add --decode URL or --config FILE"),
         ((*HERE, "http://e:1", "--prefill", "http://p:1"), "--prefill: the prefill engine here is --engine"),
         ((*HERE, "e:1", "--decode", "http://d:1"), "--engine: [NAME=]URL must be http://host:port"),
         ((*HERE, "http://e:1", "--decode", "d:1"), "--decode, the 1. time: [NAME=]URL must be http"),

@@ -118,7 +118,7 @@ def _isolation(cache_salt: str | None, lora: str | None) -> dict[str, str]:
 def _fault(params: KVTransferParams, cache_salt: str | None, lora: str | None) -> str | None:
     isolation = params.isolation or Isolation()
     if params.mode != "store":
-        return f"mode {params.mode!r} is not spoken here: KV travels through a store"
+        return f"the mode {params.mode!r} is not supported; this connector moves KV through a store"
     if params.phase not in ("prefill", "decode"):
         return f"phase {params.phase!r} does not belong to a request for tokens"
     if isolation.lora is not None and isolation.lora != lora:

@@ -93,7 +93,7 @@ class WorkerConnector:
         check_layer_range([layer_index(name) for name in names], layers)
         strange = sorted(set(caches) - set(names))
         if strange:
-            raise LayoutError(f"vLLM has caches that no group of layers names: {', '.join(strange)}")
+            raise LayoutError(f"vLLM has caches outside its groups of layers: {', '.join(strange)}")
         settings = self._settings
         # Groups lie in the same memory, so each self-test is over before the next begins.
         made = [self._register(group, share, caches) for group, share in zip(self._groups, self._shares, strict=True)]
@@ -117,7 +117,7 @@ class WorkerConnector:
         settings, spec = self._settings, group.spec
         tensors = [caches[name] for name in sorted(group.names, key=layer_index)]
         if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
-            raise LayoutError("layers of this model share their cache, which is not known here; switch the store off")
+            raise LayoutError("layers of this model share a cache, which is not supported; turn the store off")
         form = None
         if tensors[0].device.type == "cpu":
             form = cpu_cache_layout(self._platform.cpu_kernel(self._config, spec.block_size, spec.k_dim))
@@ -201,5 +201,5 @@ class WorkerConnector:
 
     def _ready(self) -> WorkerTransfers:
         if self._transfers is None:
-            raise RuntimeError("vLLM ordered a transfer before it said where its KV cache is")
+            raise RuntimeError("vLLM ordered a transfer before it registered its KV cache")
         return self._transfers

@@ -156,17 +156,18 @@ class OffloadChunkPipeline:
             saved = self.save(rows[:1], [(key, 0)]).result()
             if not saved.done:
                 _LOGGER.warning(
-                    "self-test: the store did not take a chunk (%s); everything is computed", saved.failures
+                    "self-test: the store did not accept a chunk (%s); until it does, all KV is computed",
+                    saved.failures,
                 )
                 return False
             loaded = self.load(rows, [(key, 1)]).result()
             if loaded.refused:
                 raise StoreError(f"self-test: a chunk that was just stored came back as {', '.join(loaded.refused)}")
             if not loaded.done:
-                _LOGGER.warning("self-test: the store did not give a chunk back (%s)", loaded.failures)
+                _LOGGER.warning("self-test: the store did not return a chunk (%s)", loaded.failures)
                 return False
             if not np.array_equal(rows[0], rows[1]):
-                raise StoreError("self-test: a chunk came back other than it was stored")
+                raise StoreError("self-test: a chunk changed between save and load")
             return True
         finally:
             self._store.delete([self._form.name(key)], self._deadline_s).result()

@@ -214,7 +214,7 @@ class KVParamsTier(SecondaryTierManager):
             if not self._told_nameless:
                 self._told_nameless = True
                 _LOGGER.warning(
-                    "chunks are left alone, for they are not named by SHA-256: start vLLM with "
+                    "chunks are not stored, because their hashes are not SHA-256; start vLLM with "
                     "--prefix-caching-hash-algo sha256"
                 )
         if not chunks:
@@ -267,8 +267,8 @@ class KVParamsTier(SecondaryTierManager):
             return
         if not self._form.epoch:
             _LOGGER.warning(
-                "vLLM has reset its caches, perhaps for other weights: what is stored is left alone from now on, until "
-                "this engine is started again. Where weights never change set keep_on_reset in secondary_tiers"
+                "vLLM has reset its caches, perhaps for other weights. This engine does not use the store from "
+                "now on, until it is restarted. If its weights never change, set keep_on_reset in secondary_tiers"
             )
         self._form = replace(self._form, epoch=os.urandom(16).hex())
         self._moving.restart(self._form)

@@ -155,7 +155,7 @@ class FileStore(BlockingStore):
         """The file that was open has been removed or replaced. It is let go of first: the new one may need its room."""
         old, self._values = self._values, None
         if old is not None:
-            _LOGGER.warning("the file store's file %s was removed or replaced; what was in it is gone", self._path)
+            _LOGGER.warning("the file store's file %s was removed or replaced; its values are gone", self._path)
             if not old.users:
                 old.close()
             del old
@@ -169,7 +169,7 @@ class FileStore(BlockingStore):
             self._values = FileValues(self._path, size_bytes, unit_bytes, max(0.0, deadline - now))
         except StoreError as error:
             self._again_at = now + _AGAIN_S
-            _LOGGER.warning("%s; it is tried again", error)
+            _LOGGER.warning("%s; the store tries again", error)
             return
         self._shape = self._values.shape
 
@@ -178,7 +178,7 @@ def open_url(url: StoreURL) -> KVStore:
     """`file:///dev/shm/kv?size=4GiB&unit=64KiB&threads=1`; `size` and `unit` may be left away for an existing file."""
     url.reject_unknown("size", "unit", "threads")
     if url.location or not url.path.startswith("/"):
-        raise StoreError(f"file store: {url.redacted!r} names no absolute path; write file:///dev/shm/kv?size=1GiB")
+        raise StoreError(f"file store: {url.redacted!r} has no absolute path; write file:///dev/shm/kv?size=1GiB")
     return FileStore(
         Path(url.path),
         url.read_size("size"),

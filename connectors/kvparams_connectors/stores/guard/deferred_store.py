@@ -152,7 +152,7 @@ class DeferredStore(KVStore):
         if self._store is None:
             store.close()
             return
-        _LOGGER.warning("%s store: it can be reached now, and is used", self._name)
+        _LOGGER.warning("%s store: it can be reached now and is used", self._name)
 
     def _again(self, error: StoreError | None) -> None:
         with self._lock:

@@ -206,7 +206,9 @@ class GuardedStore(KVStore):
             self._alarm.schedule(following)
 
     def _say(self, *, given_up: bool) -> None:
-        _LOGGER.warning("%s store: %s", self._name, "no answer; left alone for a while" if given_up else "works again")
+        _LOGGER.warning(
+            "%s store: %s", self._name, "no answer; it is not used for a while" if given_up else "works again"
+        )
 
     # ---- the background; only the alarm's thread is here
 
@@ -266,6 +268,6 @@ def open_guarded(url: str, limits: GuardLimits | None = None) -> KVStore:
     try:
         store = open_store(url)
     except StoreUnreachable as error:
-        _LOGGER.warning("%s; until it can be reached everything is computed here", error)
+        _LOGGER.warning("%s; until it can be reached, all KV is computed", error)
         store = DeferredStore(partial(open_store, url), scheme)
     return store if scheme in _UNGUARDED else GuardedStore(store, limits, name=scheme)

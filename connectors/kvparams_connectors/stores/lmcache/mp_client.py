@@ -62,7 +62,7 @@ class LMCacheMPLibrary:
             ) from error
         self._hash: Any = None
         if found != _VERSION:
-            raise StoreError(f"lmcache-mp store: LMCache {found} is installed; only {_VERSION} is known here")
+            raise StoreError(f"lmcache-mp store: LMCache {found} is installed; only {_VERSION} is supported")
 
     def connect(self, address: str) -> "LMCacheMPClient":
         """A client of the server at `host:port`. It connects in the background."""

@@ -112,8 +112,10 @@ class LMCacheMPStore(BlockingStore):
         try:
             self._http("GET", "/", b"", time.monotonic() + self._connect_s)
         except (OSError, http.client.HTTPException):
-            todo = "name the server's --http-port: http=PORT"
-            found.append(Advice("error", f"nobody answers HTTP at {host}:{http_port}: nothing can be deleted", todo))
+            todo = "set http=PORT to the server's --http-port"
+            found.append(
+                Advice("error", f"no server answers HTTP at {host}:{http_port}, so no value can be deleted", todo)
+            )
         return found
 
     # ---- operations
@@ -331,7 +333,7 @@ def open_url(url: StoreURL) -> KVStore:
     place = _PLACE.fullmatch(url.location)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2]) < 65536:
         raise StoreError(
-            f"lmcache-mp store: {url.redacted!r} names no server; write lmcache-mp://127.0.0.1:5555?http=8080"
+            f"lmcache-mp store: {url.redacted!r} has no server; write lmcache-mp://127.0.0.1:5555?http=8080"
         )
     prefix = url.settings.get("prefix", "")
     if "prefix" in url.settings and not _PREFIX.fullmatch(prefix):

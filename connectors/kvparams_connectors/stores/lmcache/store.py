@@ -107,17 +107,19 @@ class LMCacheStore(BlockingStore):
         try:
             self._check()
         except StoreError as error:
-            return [Advice("error", str(error), "start the server, or name another one")]
+            return [Advice("error", str(error), "start the server, or use another one")]
         found = [
-            Advice("ok", "it speaks the protocol of LMCache 0.5.6's lm:// server"),
+            Advice("ok", "the server speaks the lm:// protocol of LMCache 0.5.6"),
             Advice(
                 "warning",
-                "it never evicts: it grows until its machine has no memory left",
+                "the server never evicts: it grows until its machine has no memory left",
                 "limit the memory of its process and have it restarted, or use the store lmcache-mp or valkey",
             ),
         ]
         if not is_loopback(self._server[0]):
-            who = "whoever reaches its port can read and replace what is stored: it knows no passwords and no TLS"
+            who = (
+                "every client that reaches its port can read and replace values: the server has no passwords and no TLS"
+            )
             found.append(Advice("warning", who, "keep it in a private network, and use authenticated pages"))
         return found
 
@@ -209,12 +211,12 @@ class LMCacheStore(BlockingStore):
                 connection.ask([encode_request(LMCacheCommand.HEALTH, self._names.value("health"))], 1)
                 (health,) = connection.replies(1)
         except LMCacheProtocolError as error:
-            raise StoreError(f"lmcache store: {host}:{port} is something else than an lm:// server: {error}") from error
+            raise StoreError(f"lmcache store: {host}:{port} is not an lm:// server: {error}") from error
         except OSError as error:
             message = f"lmcache store: {host}:{port} cannot be used, or is no lm:// server: {error}"
             raise StoreUnreachable(message) from error
         if not health.found:
-            raise StoreError(f"lmcache store: {host}:{port} says that it is not well")
+            raise StoreError(f"lmcache store: {host}:{port} reports that it is unhealthy")
 
 
 def _whole(ops: Sequence[Op]) -> dict[int, list[memoryview]]:
@@ -240,7 +242,7 @@ def open_url(url: StoreURL) -> KVStore:
         raise StoreError(f"lmcache store: prefix={prefix!r} is not 1 to {longest} characters from [A-Za-z0-9._-]")
     place = _PLACE.fullmatch(url.location)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2]) < 65536:
-        raise StoreError(f"lmcache store: {url.redacted!r} names no server; write lmcache://host:65432")
+        raise StoreError(f"lmcache store: {url.redacted!r} has no server; write lmcache://host:65432")
     largest = url.read_size("max_value") or _LARGEST
     if largest > MAX_VALUE_BYTES:
         raise StoreError(f"lmcache store: max_value is {largest}; the protocol takes {MAX_VALUE_BYTES} bytes at most")

@@ -328,7 +328,7 @@ def open_url(url: StoreURL) -> KVStore:
     """`memory:?size=1GiB&unit=64KiB&threads=2`."""
     url.reject_unknown("size", "unit", "threads")
     if url.location or url.path:
-        raise StoreError(f"memory store: {url.redacted!r} names a place; a memory store has none: memory:?size=1GiB")
+        raise StoreError(f"memory store: {url.redacted!r} has a host or path; write memory:?size=1GiB")
     return MemoryStore(
         url.read_size("size") or _DEFAULT_SIZE,
         unit_bytes=url.read_size("unit") or _DEFAULT_UNIT,

@@ -65,7 +65,8 @@ def master_address(settings: MooncakeSettings) -> str:
             return own
     except TimeoutError as error:
         raise StoreUnreachable(
-            f"mooncake store: whoever listens at {settings.master} does not answer: is it a master that is stopped?"
+            f"mooncake store: the process at {settings.master} does not answer; check that it is a Mooncake "
+            "master and not stopped"
         ) from error
     except OSError as error:
         raise StoreUnreachable(

@@ -54,7 +54,9 @@ class AllowedPeers:
         self._names: Final[set[str]] = set()
         given = hosts.split(",")
         if len(given) > _MOST:
-            raise StoreError(f"peer store: peers names {len(given)} hosts; write networks instead: 10.0.0.0/8")
+            raise StoreError(
+                f"peer store: peers has {len(given)} hosts, which are too many; write networks instead: 10.0.0.0/8"
+            )
         for one in given:
             try:
                 self._networks.append(ip_network(one))

@@ -43,15 +43,17 @@ def connect_handshake(channel: PeerChannel, secret: bytes) -> bytes:
     channel.send_parts([_HELLO.pack(_MAGIC, VERSION, bool(secret), ours)])
     magic, version, guarded, theirs, run, proof = _WELCOME.unpack(channel.read(_WELCOME.size))
     if magic != _MAGIC:
-        raise PeerProtocolError("it is no peer: something else listens there")
+        raise PeerProtocolError("the other side is not a peer store")
     if version != VERSION:
-        raise PeerProtocolError(f"it speaks version {version}, this is {VERSION}")
+        raise PeerProtocolError(f"the other side has protocol version {version}, this side has {VERSION}")
     if bool(guarded) != bool(secret):
         raise HandshakeRefused(
-            "it has a secret, this side has none" if guarded else "it has no secret, this side has one"
+            "the other side has a secret, this side has none"
+            if guarded
+            else "the other side has no secret, this side has one"
         )
     if secret and not hmac.compare_digest(proof, _proof(secret, b"owner", ours, theirs, run)):
-        raise HandshakeRefused("its secret is another one")
+        raise HandshakeRefused("the secrets differ")
     channel.send_parts([_proof(secret, b"reader", ours, theirs, run)])
     return run
 

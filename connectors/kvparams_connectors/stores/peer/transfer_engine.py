@@ -171,7 +171,7 @@ class GuardedTransferEngine:
                     return
             except StoreError as error:
                 _LOGGER.error("%s", error)
-        _LOGGER.error("peer: no landing slot is left; everything is read over the connections from now on")
+        _LOGGER.error("peer: no landing slot is left; from now on all values are read over the connections")
 
     def _left(self) -> int:
         """Slots of the landing area in use that are not lost."""
@@ -224,6 +224,6 @@ def _set_up(local: str, protocol: str, devices: str) -> _NativeTransferEngine:
     if not made or answers != [0]:
         raise StoreError(
             f"peer store: Mooncake's transfer engine cannot be set up as {local} over {protocol}: "
-            f"{answers[0] if answers else 'no answer'}; its words stand on stderr"
+            f"{answers[0] if answers else 'no answer'}; its messages are on stderr"
         )
     return made[0]

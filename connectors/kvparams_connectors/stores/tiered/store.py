@@ -75,9 +75,9 @@ class TieredStore(KVStore):
             StoreError: there are too few or too many tiers, or one store is two of them.
         """
         if not 2 <= len(tiers) <= _MOST_TIERS:
-            raise StoreError(f"tiered store: {len(tiers)} tiers; it takes 2 to {_MOST_TIERS}: l1=...&l2=...")
+            raise StoreError(f"tiered store: it has {len(tiers)} tiers; give 2 to {_MOST_TIERS}: l1=...&l2=...")
         if len({id(tier) for tier in tiers}) < len(tiers):
-            raise StoreError("tiered store: the same store is two of its tiers")
+            raise StoreError("tiered store: two of its tiers are the same store")
         self._tiers = tuple(tiers)
         self._moves = StagingArea(staging_bytes if write_back or promote else 1)
         self._counts = TieredCounters(len(tiers))
@@ -220,18 +220,21 @@ def open_url(url: StoreURL) -> KVStore:
     names = [f"l{number}" for number in range(1, _MOST_TIERS + 1)]
     url.reject_unknown(*names, "write", "promote", "staging")
     if url.location or url.path:
-        raise StoreError(f"tiered store: {url.redacted!r} names a place; its tiers do: tiered:?l1=...&l2=...")
+        raise StoreError(
+            f"tiered store: {url.redacted!r} has a host or path; write tiered:?l1=...&l2=..., with the addresses "
+            "in the tiers"
+        )
     given = [name for name in names if name in url.settings]
     if given != names[: len(given)] or len(given) < 2:
-        raise StoreError(f"tiered store: {url.redacted!r} names {', '.join(given) or 'no tier'}; name l1, l2 and so on")
+        raise StoreError(f"tiered store: {url.redacted!r} has {', '.join(given) or 'no tier'}; set l1, l2 and so on")
     parsed = [StoreURL.parse(url.settings[name]) for name in given]
     places: set[tuple[str | None, ...]] = set()
     for name, one in zip(given, parsed, strict=True):
         place = (one.scheme, one.location, one.path, one.settings.get("prefix"))
         if one.scheme == "tiered":
-            raise StoreError(f"tiered store: {name} is tiered itself; write its tiers into this one")
+            raise StoreError(f"tiered store: {name} is itself a tiered store; put its tiers into this one")
         if place in places:
-            raise StoreError(f"tiered store: {name} is the same store as a tier before it")
+            raise StoreError(f"tiered store: {name} is the same store as an earlier tier")
         places.add(place)
     write_back = url.read_choice("write", "through", "back") == "back"
     promote = url.read_choice("promote", "yes", "no") == "yes"

@@ -126,7 +126,7 @@ class ValkeyStore(BlockingStore):
         try:
             facts = read_facts(asked, self._access, self._tls)
         except StoreError as error:
-            return [Advice("error", str(error), "start the server, or name another one")]
+            return [Advice("error", str(error), "start the server, or use another one")]
         found = advice_from_facts(facts, ttl=bool(self._ttl_ms))
         if asked != self._node:
             found.append(Advice("warning", f"{asked} has taken the place of {self._node}", f"name {asked}"))
@@ -212,7 +212,7 @@ class ValkeyStore(BlockingStore):
             asked = self._topology.single
             found = find_primary(self._topology.known(), lambda node: self._facts(node, deadline))
             if found is None:
-                _LOGGER.warning("valkey: %s cannot be written to, and no primary in its place answers", asked)
+                _LOGGER.warning("valkey: %s cannot be written to, and no new primary answers", asked)
                 return
             primary, facts = found
             self._topology.follow(primary, facts.replicas)
@@ -263,12 +263,12 @@ def open_url(url: StoreURL) -> KVStore:
     settings = url.settings
     files = TLSFiles(settings.get("ca", ""), settings.get("cert", ""), settings.get("key", "")) if tls else None
     if files and files.key and not files.cert:
-        raise StoreError("valkeys store: key is there and cert is not")
+        raise StoreError("valkeys store: key is set, but cert is not; set both or neither")
     prefix = settings.get("prefix", "")
     if "prefix" in settings and not _PREFIX.fullmatch(prefix):
         raise StoreError(f"{url.scheme} store: prefix={prefix!r} is not 1 to 128 characters from [A-Za-z0-9._-]")
     if "user" in settings and "password_file" not in settings:
-        raise StoreError(f"{url.scheme} store: user is there and password_file is not")
+        raise StoreError(f"{url.scheme} store: user is set, but password_file is not; set both")
     password = read_password(settings["password_file"]) if "password_file" in settings else b""
     access = ValkeyAccess(
         connect_s=url.read_int("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
@@ -292,7 +292,7 @@ def _node(url: StoreURL) -> ValkeyNode:
     place = _PLACE.fullmatch(url.location)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2] or _PORT) < 65536:
         raise StoreError(
-            f"{url.scheme} store: {url.redacted!r} names no server; write {url.scheme}://host:6379"
+            f"{url.scheme} store: {url.redacted!r} has no server; write {url.scheme}://host:6379"
             + (" or valkey:///path/to.sock" if url.scheme == "valkey" else "")
         )
     return ValkeyNode(place[1].strip("[]"), int(place[2] or _PORT))

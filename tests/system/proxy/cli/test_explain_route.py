@@ -92,7 +92,7 @@ async def test_the_command_asks_and_tells(aware: Proxy, tmp_path: Path, capsys: 
     status, said = await run("--request", str(tmp_path / "body"))
     assert status == 0, said
     assert "-> prefill-" in said.replace("->prefill", "-> prefill")
-    assert "641 tokens, ids by client" in said
+    assert "641 tokens, with ids from client" in said
     status, said = await run("--prompt", "Who is there?", "--model", "stub", "--json")
     assert (status, json.loads(said)["ids"]) == (0, "bytes")
     status, said = await run("--prompt", "x", "--path", "/nowhere")

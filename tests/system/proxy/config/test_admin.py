@@ -172,12 +172,12 @@ async def test_what_is_wrong_with_an_instance_is_said_at_once(start: StartAdmin)
         assert said in message
     for member, value in (("key_file", "/etc/passwd"), ("key_env", "HOME"), ("tls", {"ca": "/etc/passwd"})):
         message = await admin.refused("POST", "/instances", good | {member: value})
-        assert f"{member}: is not taken over the network" in message
+        assert f"{member}: is not accepted by the admin API" in message
     for body in (b"", b"[]", b"{", b'{"id":"a","id":"b"}', b'{"id":NaN}', b"[" * 50_000):
         await admin.refused("POST", "/instances", body)
     assert "65536 bytes" in await admin.refused("POST", "/instances", b" " * 70_000, expect=413)
     await admin.ask("POST", "/instances", good, expect=201)
-    assert "already, named by admin" in await admin.refused("POST", "/instances", good, expect=409)
+    assert "from admin exists already" in await admin.refused("POST", "/instances", good, expect=409)
     assert "id: cannot be changed" in await admin.refused("PATCH", "/instances/x", {"id": "y"})
     assert "drain: must be" in await admin.refused("PATCH", "/instances/x", {"drain": "yes"})
     assert "role: must be" in await admin.refused("PATCH", "/instances/x", {"role": None, "url": ELSEWHERE})

@@ -248,7 +248,7 @@ async def test_what_a_client_says_of_rooms_reaches_no_engine(pairs: Start) -> No
     [
         (b'{"0": {"engine_id": "a"}}', "is it that of an SGLang prefill engine"),
         (b"[]", "is it that of an SGLang prefill engine"),
-        (b"Missing inputs", "answers no JSON"),
+        (b"Missing inputs", "does not answer with JSON"),
     ],
 )
 async def test_an_engine_whose_bootstrap_server_says_otherwise_is_given_no_work(

@@ -116,7 +116,7 @@ async def test_decode_is_not_waited_for_longer_than_there_is_kv(stage: StartStag
     await until(computed_again)
     late = await second
     assert (late.status_code, late.json()["error"]["code"]) == (503, "kv_expired")
-    assert "given up" in late.json()["error"]["message"]
+    assert "the KV expired" in late.json()["error"]["message"]
     decode.held.set()
     assert (await first[0]).status_code == 200
     assert await found.settled()

@@ -23,7 +23,7 @@ SAID = b'{"error":{"message":"no","type":"invalid_request_error","code":400}}'
 BUSY = UpstreamOverflow("has 2048 connections", connected=False)
 UNREACHABLE = UpstreamError("refused", connected=False)
 BROKEN = UpstreamError("the connection was lost")
-SILENT = UpstreamTimeout("said nothing for longer than the time-out of its leg")
+SILENT = UpstreamTimeout("sent nothing for longer than its time-out")
 
 
 def reported(code: int) -> UpstreamErrorResponse:
