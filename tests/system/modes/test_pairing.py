@@ -121,7 +121,7 @@ def test_engines_of_two_connectors_are_not_paired() -> None:
     fleet = fleet_of(instances)
     assert {(one.id, other.id) for one, other in (pair(fleet) for _ in range(20))} == {("p0", "d2"), ("p1", "d0")}
     fleet.remove("d2")
-    with pytest.raises(ProxyError, match="the other leg's engine, of no group with the connector nixl: see"):
+    with pytest.raises(ProxyError, match="the other leg's engine, of no group with the connector nixl: check"):
         fleet.acquire(Role.DECODE, FACTS, (), Waits(), instances[0])
     assert {pair(fleet)[0].id for _ in range(8)} == {"p1"}
 

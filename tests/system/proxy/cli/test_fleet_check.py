@@ -194,7 +194,7 @@ async def test_bootstrap_servers_are_asked(look: Look, stack: AsyncExitStack) ->
     server.answer = b"{}"
     found = await look("mooncake", Engine(Role.PREFILL), Engine(Role.DECODE), bootstrap=server.url)
     assert grades(found) == ["ok", "error", "ok"]
-    assert "see --bootstrap" in found[1].message
+    assert "set --bootstrap" in found[1].message
 
 
 async def test_engines_that_wait_for_one_another_are_tried_together(look: Look, stack: AsyncExitStack) -> None:
@@ -223,7 +223,7 @@ def test_nobody_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr()
     assert shown.out.count("ERROR   ") == 2
     assert shown.out.count("does not answer at") == 2
-    assert "2 things are wrong" in shown.err
+    assert "2 checks failed" in shown.err
 
 
 def check(prefill: Server, decode: Server) -> "subprocess.CompletedProcess[str]":

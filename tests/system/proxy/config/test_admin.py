@@ -223,7 +223,7 @@ async def test_nobody_is_found_under_a_wrong_id(start: StartAdmin) -> None:
 async def test_what_others_have_named_is_theirs(start: StartAdmin) -> None:
     _, admin = await start()
     mine = {"id": "prefill-0", "url": ELSEWHERE, "role": "prefill"}
-    assert "named by flags" in await admin.refused("POST", "/instances", mine, expect=409)
+    assert "from flags exists already" in await admin.refused("POST", "/instances", mine, expect=409)
     assert "belongs to flags" in await admin.refused("DELETE", "/instances/prefill-0", expect=409)
     assert "belongs to flags" in await admin.refused("PATCH", "/instances/prefill-0", {"url": ELSEWHERE}, expect=409)
     assert (await admin.ask("GET", "/instances/prefill-0"))["url"] != ELSEWHERE

@@ -359,7 +359,7 @@ def test_what_cannot_be_an_engine_is_refused_before_anything_starts(
     parser = argparse.ArgumentParser()
     COMMAND.add_arguments(parser)
     assert COMMAND.run(parser.parse_args(given)) == 2
-    assert "--prefill, the 1. time: [NAME=]URL must be" in capsys.readouterr().err
+    assert "--prefill number 1: [NAME=]URL must be" in capsys.readouterr().err
 
 
 class CountingPool(UpstreamConnectionPool):
