@@ -39,8 +39,9 @@ Examples:
   kvparams validate --dialect nixl --phase prefill_result --engine 0.14.0 answer.json
 
 Every problem is one line: the file, the path of the member, the problem, and its kind in brackets. The exit status is 0
-for a valid message, 1 for an invalid one (also for JSON that the protocol refuses), and 2 if the file or an option
-cannot be used. Deprecated members, unknown members, and native keys that were not checked are named on standard error.
+for a valid message, 1 for an invalid one (also for JSON that the protocol refuses), and 2 if the command cannot tell,
+for example because the dialect is not clear. Deprecated members, unknown members, and native keys that were not checked
+are named on standard error.
 """
 
 

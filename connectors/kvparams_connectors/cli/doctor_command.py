@@ -26,8 +26,8 @@ For each store, the command checks the connection, the version, the settings, th
 unchanged. It stores a few pages under keys of its own, and deletes them. For each running proxy (http://host:port), it
 checks that tokens that the proxy predicted to be cached were cached. For each fleet file, it checks that each running
 engine matches its declaration, as `kvparams proxy --config FILE --check` does, which sends one small request through
-each pair of engines. Every line that is not `ok` says what to do. The exit status is 0 if there are no errors (but
-maybe warnings), and otherwise 1.
+each pair of engines. Every line that is not `ok` says what to do. The exit status is 1 if there is an error, and
+otherwise 0, also with warnings.
 """
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*:")
 _GRADES: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}

@@ -72,7 +72,9 @@ async def test_what_cannot_be_explained_is_refused_in_words(aware: Proxy, stub: 
     blind = await proxy(
         *urls(stub), policy="least_load", admin_token=Secret("secret"), body=JSONLimits(max_bytes=100_000)
     )
-    assert "least_load does not use engines' caches" in await explain(blind, {"model": "stub", "prompt": PROMPT}, "", 400)
+    assert "least_load does not use engines' caches" in await explain(
+        blind, {"model": "stub", "prompt": PROMPT}, "", 400
+    )
     assert "larger than 100000 bytes" in await explain(blind, {"prompt": "x" * 100_000}, "", 413)
 
 
