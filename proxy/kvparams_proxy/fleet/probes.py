@@ -373,7 +373,7 @@ def _said(
     if error is not None:
         return _ProbeResult(False, error.reason, known)
     if keyed and head.status in _UNAUTHORIZED:
-        return _ProbeResult(False, f"it refuses the proxy's credentials ({head.status})", known, answers=True)
+        return _ProbeResult(False, f"it refuses the proxy's API key ({head.status})", known, answers=True)
     if head.status >= 500:
         return _ProbeResult(False, f"a probe was answered {head.status}", known)
     if head.status != 200:  # somebody is there, who does not say

@@ -186,7 +186,7 @@ async def _change(registry: Registry, request: Request) -> Response:
 
 async def _remove(registry: Registry, request: Request) -> Response:
     id = _id(registry, request)
-    _require_mine(registry, id, "take it out there, or drain it here")
+    _require_mine(registry, id, "remove it there, or drain it here")
     registry.publish(ADMIN_SOURCE, [entry for entry in _mine(registry) if entry.id != id])
     return JSONResponse({"object": "instance", "id": id, "deleted": True})
 
@@ -225,7 +225,7 @@ def _set_group_drain(registry: Registry, request: Request, on: bool) -> Response
 async def _remove_group(registry: Registry, request: Request) -> Response:
     ids = _of_group(registry, request)
     for id in ids:
-        _require_mine(registry, id, "take the group out there, or drain it here")
+        _require_mine(registry, id, "remove the group there, or drain it here")
     registry.publish(ADMIN_SOURCE, [entry for entry in _mine(registry) if entry.id not in ids])
     return JSONResponse({"object": "group", "id": request.path_params["group"], "instances": ids, "deleted": True})
 
@@ -234,7 +234,7 @@ def _of_group(registry: Registry, request: Request) -> list[str]:
     group = cast("str", request.path_params["group"])
     ids = [id for id, owned in registry.owned.items() if owned.spec.group == group]
     if not ids:
-        message = f"there is no group {group[:128]!r}; GET /admin/instances names those that there are"
+        message = f"there is no group {group[:128]!r}; GET /admin/instances lists the groups"
         raise ProxyError(404, "not_found_error", message, param="group")
     return ids
 
@@ -258,7 +258,7 @@ async def _body(request: Request) -> dict[str, object]:
     try:
         raw = await read_asgi_body(request.receive, RequestBody(_BODY.max_bytes))
     except ConnectionError:
-        raise ProxyError(400, "invalid_request_error", "the body has broken off") from None
+        raise ProxyError(400, "invalid_request_error", "the body is incomplete") from None
     try:
         resources: ExecutionResources = request.state.resources
         return await resources.step_runner.complete(_document(raw))
@@ -283,7 +283,7 @@ async def _checked(registry: Registry, document: object) -> InstanceSpec:
         raise ConfigError(("the instance cannot be used",))
     if registry.is_local(entry):
         raise ConfigError(
-            (f"role: the engine beside this sidecar does all {entry.role}; add others of the other role",)
+            (f"role: the engine beside this sidecar does all {entry.role}; add only engines of the other role",)
         )
     if entry.credential_sources != rules.credential_sources:
         access = await asyncio.to_thread(load_credentials, entry.credential_sources, "the instance", problems)
@@ -315,7 +315,7 @@ def _unknown(id: str) -> ProxyError:
 
 def _require_free(registry: Registry, id: str) -> None:
     if (owned := registry.owned.get(id)) is not None:
-        message = f"there is an instance {id!r} already, named by {owned.source}; choose another id"
+        message = f"an instance {id!r} from {owned.source} exists already; choose another id"
         raise ProxyError(409, "conflict_error", message, param="id")
 
 

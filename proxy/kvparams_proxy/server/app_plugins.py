@@ -79,6 +79,6 @@ def _prefix_cache_factory(policy: type[SchedulingPolicy]) -> "Callable[[Callable
     try:
         from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
     except ImportError as error:
-        message = f"this policy needs more than is installed ({error}): pip install 'kvparams[proxy,index]'"
+        message = f"this policy needs packages that are not installed ({error}): pip install 'kvparams[proxy,index]'"
         raise PluginError(message) from error
     return lambda now: PrefixCacheModel(now, randbits(64))

@@ -1,4 +1,4 @@
-"""The models themselves: frozen, strict, bounded, keeping what they do not know."""
+"""Tests the models: they are frozen, strict and bounded, and keep unknown members."""
 
 import sys
 from array import array

@@ -1,4 +1,4 @@
-"""Snapshots, and what replicas tell each other."""
+"""Tests snapshots of the prefix index, and the deltas that replicas exchange."""
 
 import numpy as np
 import pytest
