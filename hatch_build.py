@@ -1,8 +1,8 @@
-"""Compiles the modules on a request's way into the wheel, where HATCH_BUILD_HOOK_ENABLE_CUSTOM=true asks for it.
+"""Compiles the modules on a request's path into the wheel, if HATCH_BUILD_HOOK_ENABLE_CUSTOM=true asks for it.
 
-They are not written for it: Cython takes them as they stand (pyproject.toml names them), both forms are in the wheel,
-and Python imports the compiled one. The one rule: where they cannot be compiled, that is said, and the wheel is the
-one that everybody else gets.
+The modules are ordinary Python, and pyproject.toml names them. Cython compiles them as they are. The wheel has both
+forms, and Python imports the compiled one. Where they cannot be compiled, the build says so, and the wheel is an
+ordinary one.
 """
 
 import shutil

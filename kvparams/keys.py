@@ -4,8 +4,8 @@ A key is derived, never chosen: a SHA-256 chain over token ids, page by page, th
 of everything that changes the bytes for the whole model. What a rank holds and how many tokens a page has are in the
 key itself, so engines with other parallelism or other block sizes share a store.
 
-Invariant: every fact that changes the KV bytes changes the key. The encodings are specified byte by byte (see
-`Namespace.digest` and `chain_pages`) so that any language can compute them.
+Every fact that changes the KV bytes changes the key. The encodings are specified byte by byte (see `Namespace.digest`
+and `chain_pages`) so that any language can compute them.
 """
 
 import hashlib

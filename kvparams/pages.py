@@ -2,7 +2,7 @@
 
 `seal` writes the header in front of a payload that already stands in the buffer; `verify` says whether a buffer holds
 exactly the page that was asked for. With keys (`kvparams.page_auth`) it carries a tag that only their owners can make:
-a checksum finds accidents, a tag attackers. Invariant: no page reaches a model before `verify` has returned None.
+a checksum finds accidents, a tag attackers. A page must not reach a model before `verify` has returned None.
 
     offset  bytes  field (little-endian)
          0      4  magic "KVPG"

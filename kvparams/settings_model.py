@@ -3,7 +3,7 @@
 A `SettingsModel` refuses every name that it does not know and says which name was probably meant. `Allowed` says in
 words what a value may be. `describe_setting_error` turns what pydantic finds into one sentence.
 
-Invariant: no message repeats a value, which may be a secret.
+No message repeats a value, which may be a secret.
 """
 
 from collections.abc import Iterable, Mapping

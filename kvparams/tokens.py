@@ -147,7 +147,7 @@ class TokenPrefix(DocumentModel, frozen=True):
         forms = sum(form is not None for form in (self.packed, self.digest, self.ids))
         if forms != 1:
             raise PydanticCustomError("conflict", "exactly one of packed, digest and ids says which tokens")
-        if self.packed is not None and len(self.packed) != 4 * -(-4 * self.count // 3):
+        if self.packed is not None and len(self.packed) // 4 * 3 - self.packed[-2:].count("=") != 4 * self.count:
             raise PydanticCustomError("conflict", "the length of packed is not that of count ids")
         if self.ids is not None and len(self.ids) != self.count:
             raise PydanticCustomError("conflict", "ids does not hold count entries")

@@ -1,4 +1,4 @@
-"""How much effort the stress tests make, and where what they saw is written down."""
+"""Defines how much work the stress tests do and where their measurements are written."""
 
 import gc
 import json

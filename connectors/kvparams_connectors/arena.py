@@ -1,7 +1,7 @@
 """Page-sized buffers, allocated once, touched once, leased and given back.
 
-Fresh memory is the dominant cost of moving pages, so the steady path allocates none. Invariant: a slot is given back
-only when nobody can touch it any more; tie that to `Job.add_settled_callback`, never to the end of a wait.
+Fresh memory is the dominant cost of moving pages, so the steady path allocates none. A slot is given back only when
+nothing uses it any more: by `Job.add_settled_callback`, never at the end of a wait.
 """
 
 import threading
@@ -39,12 +39,15 @@ class Arena:
     def __init__(
         self, size_bytes: int, slot_bytes: int, *, allocate: Callable[[int], memoryview] | None = None
     ) -> None:
-        """Allocate and touch `size_bytes`, at least one slot's worth.
+        """Allocates the memory and touches every page of it.
 
         Args:
-            size_bytes: for all slots together.
-            slot_bytes: usable bytes of one slot; rounded up to a multiple of 64 in memory.
-            allocate: gives so many writable bytes; None: ordinary memory. A GPU wants pinned memory.
+            size_bytes: the size of all slots together, in bytes; at least one slot is allocated.
+            slot_bytes: the usable size of one slot, in bytes; rounded up to a multiple of 64 in memory.
+            allocate: returns so many writable bytes; None: ordinary memory. Transfers to a GPU need pinned memory.
+
+        Raises:
+            ValueError: a slot has no byte.
         """
         if slot_bytes < 1:
             raise ValueError(f"slot_bytes is {slot_bytes}; a slot has at least one byte")

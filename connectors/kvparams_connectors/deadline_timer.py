@@ -1,7 +1,7 @@
 """Runs one thread that calls back at a time, so that deadlines are noticed even without other events.
 
-Invariant: it is set to the earliest time that matters and asks its owner for the next one; an owner with a thousand
-deadlines has one alarm, not a thousand timers.
+The timer is set to the earliest deadline. When it rings, its owner names the next one. So an owner with a thousand
+deadlines needs one timer.
 """
 
 import logging
@@ -19,11 +19,11 @@ class DeadlineTimer:
     """Rings at a time on the clock of `time.monotonic`. Its thread starts with the first time that is set."""
 
     def __init__(self, name: str, ring: Callable[[float], float | None]) -> None:
-        """Creates a `DeadlineTimer`.
+        """Starts no thread; the first time that is set does.
 
         Args:
-            name: names the thread.
-            ring: is called with the time; it must be quick and returns when to ring next, or None.
+            name: the name of the thread.
+            ring: called with the time in seconds. It must return soon. It returns when to ring next, or None.
         """
         self._ring = ring
         self._changed = threading.Condition(threading.Lock())

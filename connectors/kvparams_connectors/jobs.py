@@ -1,8 +1,8 @@
 """Work that was submitted, and the threads that do it.
 
-A `Job` can be polled (`done`), waited for (`result`) and awaited: synchronous engines and asyncio use one thing.
-Invariant: a deadline abandons the wait, never the buffers. When the deadline passes, the waiting caller gets the job's
-time-out result; the work itself may still be running, and only `settled` says that it touches nothing any more.
+A `Job` can be polled (`done`), waited for (`result`) and awaited: synchronous engines and asyncio use one thing. A
+deadline abandons the wait, never the buffers. When the deadline passes, the waiting caller gets the job's time-out
+result. The work itself may still run, and only `settled` says that it touches no buffer any more.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ class Job(Generic[T]):
     """
 
     def __init__(self, deadline: float, timed_out: T) -> None:
-        """Creates a `Job`.
+        """Begins as pending; a `WorkerPool` or a store finishes it.
 
         Args:
-            deadline: on the clock of `time.monotonic`.
-            timed_out: what the wait resolves to if the deadline passes first.
+            deadline: the time on the clock of `time.monotonic` at which a wait ends.
+            timed_out: the result of a wait that the deadline ends.
         """
         self.deadline: Final = deadline
         self._changed = threading.Condition(threading.Lock())
@@ -248,12 +248,12 @@ class WorkerPool:
     """A few threads that do jobs in the order in which they were submitted."""
 
     def __init__(self, name: str, *, threads: int = 1, max_waiting: int = 4096) -> None:
-        """Creates a `WorkerPool`.
+        """Starts the threads.
 
         Args:
-            name: names the threads.
-            threads: how many jobs run at a time.
-            max_waiting: how many more may wait; what comes on top is refused.
+            name: the prefix of the threads' names.
+            threads: the number of jobs that run at a time.
+            max_waiting: the number of jobs that may wait; `submit` refuses more.
         """
         self._tasks: queue.Queue[Callable[[], None] | None] = queue.Queue(max_waiting)
         self._lock = threading.Lock()

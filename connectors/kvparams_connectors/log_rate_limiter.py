@@ -16,6 +16,11 @@ class LogRateLimiter:
     """A `LogRateLimiter` limits one kind of log line; any thread may use it."""
 
     def __init__(self, every_s: float = _EVERY_S) -> None:
+        """Allows the first line at once.
+
+        Args:
+            every_s: the least time between two lines, in seconds.
+        """
         self._every_s: Final = every_s
         self._lock: Final = threading.Lock()
         self._next = 0.0

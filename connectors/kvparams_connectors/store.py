@@ -165,6 +165,12 @@ class BlockingStore(KVStore):
     done."""
 
     def __init__(self, name: str, *, threads: int = 1) -> None:
+        """Starts the worker threads.
+
+        Args:
+            name: the name of the store in its threads' names.
+            threads: the number of batches that are worked on at a time.
+        """
         self._lane = WorkerPool(f"kvparams-{name}", threads=threads)
         self._closing = threading.Lock()
         self._released = False

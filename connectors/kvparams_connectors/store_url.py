@@ -139,7 +139,9 @@ class StoreURL:
         try:
             parts = urlsplit(text)
         except ValueError:
-            raise StoreError(f"{redact_url(text)!r} is not a store's URL: its place is no host and port") from None
+            raise StoreError(
+                f"{redact_url(text)!r} is not a store's URL: the part after // is no host and port"
+            ) from None
         try:
             pairs = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=True, max_num_fields=_MAX_SETTINGS)
         except ValueError:
@@ -150,11 +152,11 @@ class StoreURL:
                 f"{redact_url(text)!r} is not a store's URL; write for example memory:?size=1GiB or file:///path"
             )
         if "@" in parts.netloc:
-            what = "has a user or a password before its host; a store that wants them has user= and password_file="
+            what = "has a user or password before the host; use the settings user= and password_file= instead"
             raise StoreError(f"{parts.scheme} store: {redact_url(text)!r} {what}")
         settings = dict(pairs)
         if len(settings) != len(pairs):
-            raise StoreError(f"{redact_url(text)!r} says the same setting twice")
+            raise StoreError(f"{redact_url(text)!r} has the same setting twice")
         return cls(text, parts.scheme, parts.netloc, unquote(parts.path), settings)
 
     @property
@@ -186,12 +188,12 @@ class StoreURL:
         if text is None:
             return default
         if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
-            raise StoreError(f"{self.scheme} store: {name}={text} is not a whole number in [{low}, {high}]")
+            raise StoreError(f"{self.scheme} store: {name}={text} must be a whole number from {low} to {high}")
         return int(text)
 
     def read_choice(self, name: str, default: str, *others: str) -> str:
         """The setting `name`: `default` or one of `others`."""
         text = self.settings.get(name, default)
         if text != default and text not in others:
-            raise StoreError(f"{self.scheme} store: {name}={text} is none of {', '.join((default, *others))}")
+            raise StoreError(f"{self.scheme} store: {name}={text} must be one of {', '.join((default, *others))}")
         return text

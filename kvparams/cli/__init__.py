@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvparams NAME ...` and return its exit status. Errors of ours are one line on stderr and status 2."""
     parser = argparse.ArgumentParser(
         prog="kvparams",
-        description="Move KV cache between prefill and decode: a protocol, a proxy, and stores.",
+        description="Move KV cache between prefill and decode engines: with a protocol, a proxy, and stores.",
     )
     parser.add_argument("--version", action="version", version=f"kvparams {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

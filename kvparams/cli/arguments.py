@@ -26,20 +26,22 @@ __all__ = [
 
 FILE_FORMS: Final = """
 FILE holds one JSON object, which may be
-  a document of ours, alone or under kv_transfer_params.kvparams;
+  a kvparams document, alone or under kv_transfer_params.kvparams;
   a whole request or answer, as an engine reads or writes it;
   the value of kv_transfer_params alone;
-  a message: {"request_id": ..., "body": {...}, "headers": {...}, "phase": ...}, as the vectors of the spec have it.
-kv_transfer_params are looked for in sampling_params.extra_args and, as text, in kv_transfer_params_json as well.
+  a message {"request_id": ..., "body": {...}, "headers": {...}, "phase": ...}, as in the spec's test vectors.
+The commands also find kv_transfer_params in sampling_params.extra_args and, as text, in kv_transfer_params_json.
 """
 
-OUR_DOCUMENT_NOTE: Final = "a document of ours says it itself"
+OUR_DOCUMENT_NOTE: Final = "a kvparams document has this information itself"
 
 
 def add_file(parser: argparse.ArgumentParser) -> None:
     """The file, and the request id that it may not hold."""
-    parser.add_argument("file", nargs="?", default="-", metavar="FILE", help="a JSON file (default: standard input)")
-    parser.add_argument("--request-id", metavar="ID", help="X-Request-Id of the request, where FILE does not hold it")
+    parser.add_argument(
+        "file", nargs="?", default="-", metavar="FILE", help="the path of a JSON file (default: standard input)"
+    )
+    parser.add_argument("--request-id", metavar="ID", help="the X-Request-Id of the request, if FILE does not have it")
 
 
 def add_phase(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +49,8 @@ def add_phase(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--phase",
         choices=[phase for phase in get_args(Phase) if phase not in ("release", "cancel")],
-        help="which leg it is: the prefill request, its answer, the decode request, its answer (default: what fits)",
+        help="whether FILE is the prefill request, its answer, the decode request, or its answer (default: found "
+        "from the keys)",
     )
 
 
@@ -60,7 +63,7 @@ def _release(text: str) -> str:
     try:
         is_older_release(text, "0")
     except InvalidParams as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no version such as 0.32.0") from error
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version; write for example 0.32.0") from error
     return text
 
 
@@ -89,7 +92,7 @@ def named_table(name: str | None) -> DialectTable | None:
         return None
     known = plugins.plugin_names("dialects")
     if name not in known:
-        raise UnreadableInput(f"no dialect is called {name!r}; known: {', '.join((OUR_FORMAT, *known))}")
+        raise UnreadableInput(f"there is no dialect with the name {name!r}; known: {', '.join((OUR_FORMAT, *known))}")
     return registry.get_table(name)
 
 

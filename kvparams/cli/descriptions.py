@@ -28,22 +28,22 @@ _LEGS: Final[dict[LegCode, str]] = {
 }
 _PHASES: Final[dict[Phase, str]] = {
     "prefill": "It asks a prefill engine to compute the KV of a prompt",
-    "prefill_result": "A prefill engine says that KV can be had",
+    "prefill_result": "A prefill engine says where its KV can be fetched",
     "decode": "It asks a decode engine to use KV that was computed elsewhere, and to answer the client",
-    "decode_result": "A decode engine says what it has used",
-    "release": "It says that this transfer's KV is needed no more",
-    "cancel": "It says that nobody waits for the answer any more",
+    "decode_result": "A decode engine says which KV it has used",
+    "release": "It says that the KV of this transfer is no longer needed",
+    "cancel": "It says that no client waits for the answer any more",
 }
 _MODES: Final[dict[Mode, str]] = {
-    "store": "the KV goes through a store that both sides reach",
-    "pull": "the decode side fetches the KV from the prefill side",
-    "push": "the prefill side sends the KV to the decode side",
-    "rendezvous": "the two sides find each other at a third place",
+    "store": "the KV goes through a store that both engines use",
+    "pull": "the decode engine fetches the KV from the prefill engine",
+    "push": "the prefill engine sends the KV to the decode engine",
+    "rendezvous": "the two engines meet at a third server",
 }
 _ORDERS: Final = {
-    "prefill first": "decode is sent when prefill has answered",
-    "together": "both legs are sent at once",
-    "either": "the legs may be sent one after the other or at once",
+    "prefill first": "the decode request is sent after the prefill answer",
+    "together": "both requests are sent at once",
+    "either": "the requests are sent one after the other or at once",
 }
 _SECRET: Final = frozenset({"cache_salt", "x-trtllm-disagg-auth"})
 _LONGEST: Final = 60
@@ -57,7 +57,7 @@ def describe_message(given: RecognizedMessage, engine: str | None = None) -> tup
     lines += [f"({line})" for line in given.guessed]
     lines += [f"{_PHASES[given.phase]}; {_MODES[table.mode]}.", ""]
     said = list(_keys(given, leg, engine))
-    lines += [*said, ""] if said else ["It has no native keys on this leg.", ""]
+    lines += [*said, ""] if said else ["It has no native keys in this message.", ""]
     if problems:
         return [
             *lines,
@@ -75,8 +75,8 @@ def describe_dialect(table: DialectTable) -> list[str]:
     lines = [
         f"{table.name}: {table.title}",
         f"  spoken by {table.fits}; {_MODES[table.mode]}; {_ORDERS[table.order]}",
-        f"  the id is minted by {table.transfer_id_source}",
-        f"  kept in our document under extensions.{table.extension}",
+        f"  the transfer id comes from {table.transfer_id_source}",
+        f"  a kvparams document keeps its keys under extensions.{table.extension}",
         f"  source: {table.source}",
     ]
     for leg in _LEGS:
@@ -87,7 +87,7 @@ def describe_dialect(table: DialectTable) -> list[str]:
         lines.append(f"  {_LEGS[leg]}, in {path or 'the body'}:" + ("" if rows else " nothing"))
         lines += [f"    {_about(row, leg)}" for row in rows]
     if DEFAULT_CARRIER in table.container_paths.values():
-        lines += [f"  {DEFAULT_CARRIER} may stand in {one.place} too: {one.description}" for one in CARRIERS]
+        lines += [f"  {DEFAULT_CARRIER} may also be in {one.place}: {one.description}" for one in CARRIERS]
     return [*lines, *(f"  note: {note}" for note in table.notes)]
 
 
@@ -99,7 +99,7 @@ def describe_document(params: KVTransferParams, extensions: Collection[str]) -> 
         extensions: those that are known.
     """
     head = f"{_PHASES[params.phase]}; {_MODES[params.mode]}."
-    lines = [f"A document of ours, version {params.version}.", head]
+    lines = [f"This is a kvparams document, version {params.version}.", head]
     document = dump(params)
     notes = [*map(str, find_deprecated(document)), *unknown_members(document, extensions)]
     lines += [f"  {line}" for line in _members(params)]
@@ -111,13 +111,13 @@ def unknown_members(document: Mapping[str, object], extensions: Collection[str],
     for name, value in document.items():
         path = parent + name
         if path not in KNOWN_PATHS:
-            yield f"{printable(path)}: no version known here has this member; kept as it is"
+            yield f"{printable(path)}: this member is unknown; it is kept unchanged"
         elif isinstance(value, Mapping) and any(known.startswith(f"{path}.") for known in KNOWN_PATHS):
             yield from unknown_members(cast("Mapping[str, object]", value), extensions, f"{path}.")
         elif path == "extensions" and isinstance(value, Mapping):
             for one in cast("Mapping[str, object]", value):
                 if one not in extensions:
-                    yield f"extensions.{printable(one)}: not known here; kept as it is"
+                    yield f"extensions.{printable(one)}: this extension is unknown; it is kept unchanged"
 
 
 def _keys(given: RecognizedMessage, leg: LegCode, engine: str | None) -> Iterator[str]:
@@ -132,7 +132,7 @@ def _keys(given: RecognizedMessage, leg: LegCode, engine: str | None) -> Iterato
         shown = original_path(path[1:], given.carrier) if path[0] == "body" else path
         where = ".".join(printable(str(part)) for part in shown)
         place = f" (our {row.member})" if row.is_member(leg) else ""
-        note = "" if leg in row.legs else " -- means nothing on this leg"
+        note = "" if leg in row.legs else " (it has no meaning in this message)"
         off = ", so not" if value is False else ", nothing said" if value is None else ""
         meaning = row.description or row.value_type.description
         yield f"  {where} = {_shown(row.name, value)}{off}: {meaning}{place}{note}"
@@ -145,13 +145,13 @@ def _keys(given: RecognizedMessage, leg: LegCode, engine: str | None) -> Iterato
             known = any(row.name.endswith("*") and name.startswith(row.name[:-1]) for row in given.table.native_keys)
             if name not in firsts and not known:
                 release = f" of release {engine}" if engine else ""
-                yield f"  {printable(name)}: not known to this dialect{release}; kept as it is"
+                yield f"  {printable(name)}: this dialect{release} has no such key; it is kept unchanged"
 
 
 def _members(params: KVTransferParams) -> Iterator[str]:
     yield f"request {params.request_id}, transfer {params.transfer.id}, attempt {params.transfer.attempt}"
     if params.prefix is not None:
-        yield f"it speaks of {params.prefix.count} tokens"
+        yield f"it covers {params.prefix.count} tokens"
     for name, keys in (("stored under", params.store_keys), ("found under", params.load_keys)):
         if keys is not None:
             yield f"KV is {name} {len(keys)} {'key' if len(keys) == 1 else 'keys'}"
@@ -159,18 +159,18 @@ def _members(params: KVTransferParams) -> Iterator[str]:
         if endpoint is not None:
             yield f"{name} {_instance(endpoint)}"
     if params.lease is not None:
-        yield f"kept for {params.lease.ttl_ms / 1000:g} s from its arrival"
+        yield f"kept for {params.lease.ttl_ms / 1000:g} s after it arrives"
     if params.on_load_failure is not None:
         yield f"if the KV is missing: {params.on_load_failure}"
     if params.isolation is not None and params.isolation.cache_salt is not None:
-        yield "shared only under its cache salt"
+        yield "shared only with requests of the same cache salt"
     if params.usage is not None:
         counted = params.usage.model_dump(exclude_none=True)
         yield "counted: " + ", ".join(f"{name} {value}" for name, value in counted.items())
     if params.must_understand:
-        yield f"to be refused by whoever does not know {', '.join(params.must_understand)}"
+        yield f"a reader that does not know {', '.join(params.must_understand)} must refuse it"
     for name, extension in (params.extensions or {}).items():
-        yield f"{name} keeps {', '.join(map(printable, extension)) or 'nothing'}"
+        yield f"the extension {name} has {', '.join(map(printable, extension)) or 'no members'}"
     if params.signature is not None:
         yield _signed(params.signature)
 

@@ -28,36 +28,38 @@ from kvparams.errors import InvalidParams
 __all__ = ["COMMAND"]
 
 _EPILOG: Final = f"""{FILE_FORMS}
-example:
+Examples:
 
   kvparams explain answer.json
   kvparams explain --dialect mooncake request.json
   echo '{{"do_remote_prefill": true, "remote_port": 0}}' | kvparams explain --dialect nixl --phase decode
   kvparams explain --dialect nixl --about
 
-With --about no file is read: the dialect itself is explained, every key of it.
+With --about the command reads no file; it explains every key of the dialect.
 """
 
 
 class ExplainCommand:
     """See `kvparams.cli.Command`."""
 
-    summary = "Say in words what a KV-transfer document of any dialect means, and what is wrong with it."
+    summary = "Explain what a KV-transfer document of any dialect means, and what is wrong with it."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The file, and what is known about it."""
         parser.epilog = _EPILOG
         add_file(parser)
-        parser.add_argument("--dialect", metavar="NAME", help=f"{OUR_FORMAT} for our document (default: what fits)")
+        parser.add_argument(
+            "--dialect", metavar="NAME", help=f"the dialect of FILE, or {OUR_FORMAT} (default: found from the keys)"
+        )
         add_phase(parser)
-        add_engine(parser, "the release of the engine; keys that it does not know are then said to be unknown")
-        parser.add_argument("--about", action="store_true", help="explain the dialect itself")
+        add_engine(parser, "the release of the engine; keys that this release does not have are then reported")
+        parser.add_argument("--about", action="store_true", help="explain the dialect itself, with all of its keys")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Do it; the status is 1 where something is wrong."""
         table = named_table(arguments.dialect)
         if arguments.about:
-            warn_ignored_options(arguments, ("phase", "engine", "request_id"), "--about reads no file")
+            warn_ignored_options(arguments, ("phase", "engine", "request_id"), "--about does not read a file")
             for one in candidate_tables(table):
                 print("\n".join(describe_dialect(one)), end="\n\n")
             return 0
@@ -74,7 +76,7 @@ class ExplainCommand:
             try:
                 lines = describe_document(parse(ours), extensions)
             except InvalidParams as error:
-                print("This is meant to be a document of ours, and it is not valid:")
+                print("This is a kvparams document, but it is not valid:")
                 print("\n".join(f"  {line}" for line in (*error.problems, *unknown_members(ours, extensions))))
                 return 1
             beside = describe_unexamined(found, "--dialect") if arguments.dialect is None else None

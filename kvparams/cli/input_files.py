@@ -107,7 +107,7 @@ def describe_unexamined(found: Mapping[str, object], option: str) -> str | None:
     if not names:
         return None
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return f"native keys beside the document were not examined ({option} NAME does): " + (
+    return f"native keys beside the document were not checked; to check them, add {option} NAME: " + (
         ", ".join(names[:_MOST_NAMED]) + more
     )
 
@@ -174,7 +174,7 @@ def recognize_message(
     guessed: list[str] = []
     message, carrier = lift_message(message)
     if carrier is not None:
-        guessed.append(f"the native keys stand in {carrier.place}")
+        guessed.append(f"the native keys are in {carrier.place}")
     phases: tuple[Phase, ...]
     told: Phase | None = phase or next((one for one in LEGS if one == found.get("phase")), None)
     if table is None:
@@ -189,10 +189,10 @@ def recognize_message(
         answer = not _ANSWER.isdisjoint(_object(found.get("body")) or found)
         if not phases:
             told = nearest_phase(select_native_keys(table, message), table, answers=answer)
-            guessed.append(f"the phase is {told}, on which least is wrong (--phase says another)")
+            guessed.append(f"the phase is probably {told}, which has the fewest problems; set another one with --phase")
         else:
             fitting: list[Phase] = [one for one in phases if one.endswith("_result") is answer]
             told = (fitting or list(phases))[0]
             others = " or ".join(one for one in phases if one != told)
-            guessed.append(f"the phase is {told}" + (f", though it could be {others}" if others else ""))
+            guessed.append(f"the phase is {told}" + (f", but it could also be {others}" if others else ""))
     return RecognizedMessage(select_native_keys(table, message), table, told, tuple(guessed), carrier)

@@ -15,15 +15,15 @@ from kvparams.signing.signer import MAX_LIFETIME_S
 __all__ = ["COMMAND"]
 
 _EXAMPLE: Final = """
-example:
+Example:
 
   kvparams signing-keys create signing-keys.json
   kvparams signing-keys rotate signing-keys.json --after 10m
   kvparams signing-keys list signing-keys.json
 
-Proxies sign with the newest key that is valid, engines believe every one that was valid when a document was signed;
-both need the same file and notice changes by themselves. To change the key: rotate in one place, and bring the file
-everywhere within --after. Who can read the file can sign.
+Proxies sign with the newest valid key. Engines accept every key that was valid when a document was signed. Both need
+the same file, and read changes by themselves. To change the key, run rotate on one machine, and copy the file to all
+others within --after. Everyone who can read the file can sign, so keep it secret.
 """
 _SPAN: Final = re.compile(r"([0-9]{1,6})([smhd])")
 _UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -40,26 +40,26 @@ class SigningKeysCommand:
         """Adds one subcommand for each action on a key file."""
         parser.epilog = _EXAMPLE
         actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-        create = actions.add_parser("create", help="make the file, with one key that is valid at once")
-        create.add_argument("file", type=Path, help="must not be there yet")
-        rotate = actions.add_parser("rotate", help="add a key that takes over, and give the others an end")
-        rotate.add_argument("file", type=Path, help="the file of signing keys")
+        create = actions.add_parser("create", help="make the file, with one key that is valid immediately")
+        create.add_argument("file", type=Path, help="the path of the new file; it must not exist")
+        rotate = actions.add_parser("rotate", help="add a key that replaces the others, and let the others expire")
+        rotate.add_argument("file", type=Path, help="the path of the signing keys file")
         rotate.add_argument(
             "--after",
             type=_span,
             default="10m",
             metavar="TIME",
-            help="in what time the new key begins: until then the file must be everywhere (default: 10m)",
+            help="the time until the new key is used; copy the file to all machines before (default: 10m)",
         )
         rotate.add_argument(
             "--overlap",
             type=_span,
             default="1h",
             metavar="TIME",
-            help="for how long after that the others may still sign, where a clock is wrong (default: 1h)",
+            help="how long the old keys stay valid after that, for machines whose clock is wrong (default: 1h)",
         )
-        listing = actions.add_parser("list", help="show the keys: names and times")
-        listing.add_argument("file", type=Path, help="the file of signing keys")
+        listing = actions.add_parser("list", help="show the names and times of the keys")
+        listing.add_argument("file", type=Path, help="the path of the signing keys file")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Do it."""
@@ -78,7 +78,10 @@ class SigningKeysCommand:
 def _create(path: Path, now: int) -> int:
     key = SigningKey.new(now)
     create_keyring(path, SigningKeyring([key]))
-    print(f"key {key.kid} is in {path}; proxies and engines need this file, and nobody else", file=sys.stderr)
+    print(
+        f"key {key.kid} is in {path}; give this file to proxies and engines, and keep it secret from all others",
+        file=sys.stderr,
+    )
     return 0
 
 
@@ -89,10 +92,15 @@ def _rotate(path: Path, now: int, after_s: int, overlap_s: int) -> int:
         kept = [key for key in held[0] if key.not_after is None or key.not_after + _GONE_S > now]
         later = [key.kid for key in kept if key.not_before >= ends]
         if later:
-            raise SigningKeyringError(f"the key {later[0]} begins later than a new one would end it; wait for it")
+            raise SigningKeyringError(
+                f"the key {later[0]} is not in use yet and begins later than a new key would; wait until it is in use"
+            )
         kept = [key if key.not_after is not None and key.not_after <= ends else key.with_end(ends) for key in kept]
         held[0] = SigningKeyring([made, *kept])
-    print(f"key {made.kid} signs from {_text(made.not_before)} on; bring {path} everywhere before", file=sys.stderr)
+    print(
+        f"key {made.kid} is used from {_text(made.not_before)}; copy {path} to all proxies and engines before",
+        file=sys.stderr,
+    )
     return 0
 
 

@@ -41,43 +41,49 @@ from kvparams.params import KVTransferParams
 __all__ = ["COMMAND"]
 
 _EPILOG: Final = f"""{FILE_FORMS}
-example:
+Examples:
 
-  kvparams translate --from nixl --to {OUR_FORMAT} answer.json       what it says, as our document
-  kvparams translate --from {OUR_FORMAT} --to mooncake document.json  and back
-  kvparams translate --from nixl --to sglang request.json      the same intent for another engine
-  kvparams translate --from nixl --to nixl --engine 0.14.0 answer.json
+  kvparams translate --from nixl --to {OUR_FORMAT} answer.json                write a kvparams document
+  kvparams translate --from {OUR_FORMAT} --to mooncake document.json          read a kvparams document
+  kvparams translate --from nixl --to sglang request.json                 write the request for another engine
+  kvparams translate --from nixl --to nixl --engine 0.14.0 answer.json    write the answer for an older release
 
-The message goes to standard output as {{"request_id", "body", "headers"}}. What the other dialect has no words for is
-an error that names it (status 1); with --lossy it is written without, and that is named on standard error. A document
-that came from B is written back as it was; of another mode it gets that of B, which is told on standard error. Where KV
-lies is never translated: block ids and addresses are of use only to the connector that made them.
+The message goes to standard output as {{"request_id", "body", "headers"}}. If the other dialect cannot express a
+member, the command names it and fails (status 1). With --lossy it leaves the member out and names it on standard error.
+A document that came from B is written back unchanged. If B has another mode, the document gets the mode of B, which is
+reported on standard error. Block ids and addresses are never translated, because only the connector that made them can
+use them.
 """
 
 
 class TranslateCommand:
     """See `kvparams.cli.Command`."""
 
-    summary = "Translate between our document and what engines read and write."
+    summary = "Translate between kvparams documents and the native keys of engines."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The file, from what, to what."""
         parser.epilog = _EPILOG
         add_file(parser)
         parser.add_argument(
-            "--from", dest="source", metavar="A", help=f"the dialect of FILE, or {OUR_FORMAT} (default: fits)"
+            "--from",
+            dest="source",
+            metavar="A",
+            help=f"the dialect of FILE, or {OUR_FORMAT} (default: found from the keys)",
         )
         parser.add_argument(
-            "--to", dest="target", metavar="B", required=True, help=f"the dialect wanted, or {OUR_FORMAT}"
+            "--to", dest="target", metavar="B", required=True, help=f"the dialect of the result, or {OUR_FORMAT}"
         )
         add_phase(parser)
-        add_engine(parser, "the release of the engine that shall read it")
-        parser.add_argument("--lossy", action="store_true", help="write it although something is lost")
+        add_engine(parser, "the release of the engine that will read the result")
+        parser.add_argument(
+            "--lossy", action="store_true", help="leave out members that B cannot express, instead of failing"
+        )
         places = "; ".join(f"{one.name}: {one.place}" for one in CARRIERS)
         parser.add_argument(
             "--carrier",
             choices=(DEFAULT_CARRIER, *(one.name for one in CARRIERS)),
-            help=f"where kv_transfer_params shall stand: in the body, or {places} (default: where FILE has them)",
+            help=f"where to put kv_transfer_params: in the body, or {places} (default: as in FILE)",
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -86,7 +92,7 @@ class TranslateCommand:
         carrier: MessageCarrier | None = None
         if target is None:
             warn_ignored_options(
-                arguments, ("engine", "lossy", "carrier"), "a document of ours is written, which no engine reads"
+                arguments, ("engine", "lossy", "carrier"), "the result is a kvparams document, which no engine reads"
             )
         try:
             found = load_json_file(arguments.file)
@@ -118,7 +124,10 @@ class TranslateCommand:
         except InvalidParams as error:
             return print_problems(error, arguments.file, sys.stderr)
         if written.params.mode != params.mode:
-            print(f"the mode is {written.params.mode}, as {target.name} has it; it was {params.mode}", file=sys.stderr)
+            print(
+                f"the mode changes from {params.mode} to {written.params.mode}, the only one of {target.name}",
+                file=sys.stderr,
+            )
         if arguments.carrier is not None:
             carrier = next((one for one in CARRIERS if one.name == arguments.carrier), None)
         return _say(written, target.name, carrier, lossy=arguments.lossy)

@@ -33,29 +33,32 @@ from kvparams.versions import find_deprecated
 __all__ = ["COMMAND"]
 
 _EPILOG: Final = f"""{FILE_FORMS}
-example:
+Examples:
 
   kvparams validate request.json
   kvparams validate --dialect nixl --phase prefill_result --engine 0.14.0 answer.json
 
-Every problem is one line: the file, where it is, what it is, and its kind in brackets. The status is 0 for what is
-valid, 1 for what is not, JSON that the protocol refuses included, and 2 where that cannot be told. What is valid and
-deprecated, or unknown, is told on standard error, and so are native keys beside a document, which are not examined.
+Every problem is one line: the file, the path of the member, the problem, and its kind in brackets. The exit status is 0
+for a valid message, 1 for an invalid one (also for JSON that the protocol refuses), and 2 if the command cannot tell,
+for example because the dialect is not clear. Deprecated members, unknown members, and native keys that were not checked
+are named on standard error.
 """
 
 
 class ValidateCommand:
     """See `kvparams.cli.Command`."""
 
-    summary = "Check a KV-transfer document, or what an engine reads or writes."
+    summary = "Check a KV-transfer document, or a message that an engine reads or writes."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The file, and what is known about it."""
         parser.epilog = _EPILOG
         add_file(parser)
-        parser.add_argument("--dialect", metavar="NAME", help=f"{OUR_FORMAT} for our document (default: what fits)")
+        parser.add_argument(
+            "--dialect", metavar="NAME", help=f"the dialect of FILE, or {OUR_FORMAT} (default: found from the keys)"
+        )
         add_phase(parser)
-        add_engine(parser, "the release of the engine; without it, what any release accepts is valid")
+        add_engine(parser, "the release of the engine (default: a key of any release is valid)")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Do it."""
@@ -77,7 +80,7 @@ class ValidateCommand:
             extensions = {one.extension for one in candidate_tables(None)} if ours.get("extensions") else ()
             for one in (*find_deprecated(ours), *unknown_members(ours, extensions)):
                 print(one, file=sys.stderr)
-            print("valid: a document of ours")
+            print("valid: a kvparams document")
             return 0
         given = recognize_message(
             to_message(found, arguments.request_id), candidate_tables(table), table, arguments.phase, found

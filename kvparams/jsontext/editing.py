@@ -1,6 +1,7 @@
 """Changes to the members of a JSON object in its text, without encoding it again.
 
-Invariant: bytes that nobody asked to change leave as they came.
+Invariant: an edit changes only the bytes of the members that it names. So a member is never located in another object,
+and names may be written with escapes.
 """
 
 from collections.abc import Iterable, Mapping

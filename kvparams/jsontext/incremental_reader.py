@@ -4,7 +4,7 @@ A C parser holds the interpreter's lock for a whole document, so a long one woul
 This reader opens long containers itself and gives the parsers what is short, 32 KiB at a time. The caller may do
 other work between two steps. Nothing of the document is kept but what a `Receiver` keeps.
 
-Invariant: every byte is in a text that a parser has accepted, or is one that this module expects where it stands.
+Every byte is either in a text that a parser has accepted, or one that this module expects in that place.
 """
 
 import re

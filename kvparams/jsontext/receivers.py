@@ -1,6 +1,6 @@
 """Defines the receivers that take the parts of a long JSON document while it is read in steps.
 
-Invariant: a receiver keeps a bounded amount, or its user bounds the text.
+A receiver keeps a bounded amount of data, or its user bounds the text.
 """
 
 from collections.abc import Mapping

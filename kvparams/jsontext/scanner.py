@@ -1,6 +1,6 @@
 """Finds the ends of the parts of JSON text at the speed of a search, without validation.
 
-Invariant: the cost of a search is linear in the text that it passes, whatever is written there.
+The cost of a search is linear in the text that it passes, whatever the text contains.
 """
 
 import re

@@ -59,7 +59,7 @@ def engine_key(id: str, url: str, role: str) -> int:
 
 
 class EngineLoad(NamedTuple):
-    """The load that the sender has on an engine now. A later one replaces it; zeros end it."""
+    """An `EngineLoad` is the load that the sender has on an engine now. A later one replaces it; zeros end it."""
 
     engine: int
     in_flight: int
@@ -119,7 +119,7 @@ class BlocksRouted(NamedTuple):
 
 
 class BlocksHeld(NamedTuple):
-    """What an engine is believed to have, for a proxy that has just started."""
+    """Tells a proxy that has just started what an engine is believed to have."""
 
     engine: int
     capacity: int

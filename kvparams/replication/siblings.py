@@ -19,7 +19,7 @@ _MOST_GONE: Final = 4096
 
 
 class Arrival(Enum):
-    """How a message of a sibling fits what was heard of it before."""
+    """An `Arrival` says how a message of a sibling fits what was heard of it before."""
 
     IN_ORDER = "in order"
     AFTER_GAP = "after a gap"

@@ -179,7 +179,7 @@ class FairQueue(Generic[T]):
         return over
 
     def find_overflow(self, newest: Ticket[T]) -> tuple[Ticket[T], OverflowReason] | None:
-        """Who has to go for `newest`, which has joined, and why; None while the bounds hold. Cancel that one.
+        """Returns who has to go for `newest`, which has joined, and why; None while the bounds hold. Cancel that one.
 
         In a full queue the newest of the tenant who has most waiting goes, in the lowest priority: a flood fills only
         what the others leave.

@@ -302,10 +302,10 @@ def _owned(own: _InstanceAddresses, place: tuple[str, int | None] | None, reache
 
 def _refused(instance: Instance, reason: HandoffRefusalReason, what: str) -> HandoffRefused:
     if reason == "value":
-        said = "the prefill engine's answer has a value that its connector cannot have"
+        said = "the prefill engine's answer has a value that is impossible for its connector"
         return HandoffRefused(said, reason, f"{instance.id} answered {what}")
     said = (
-        "the prefill engine's answer names an address that is not known to be its own; the proxy's log says which: "
-        "declare it with `addresses` in the engine's entry, if it is right"
+        "the prefill engine's answer names an address that is not declared for the engine. The proxy's log has "
+        "the address; if it is right, add it to `addresses` of the instance"
     )
     return HandoffRefused(said, reason, f"{instance.id} answered {what}")

@@ -176,7 +176,9 @@ def _key(member: object, number: int) -> SigningKey:
 
 def _only(document: Mapping[str, object], names: frozenset[str], where: str) -> None:
     if strange := sorted(document.keys() - names):
-        raise SigningKeyringError(f"{where}: `{strange[0][:64]}` is not known; known are {', '.join(sorted(names))}")
+        raise SigningKeyringError(
+            f"{where}: `{strange[0][:64]}` is not a known member; known: {', '.join(sorted(names))}"
+        )
 
 
 def _moment(document: Mapping[str, object], name: str, where: str) -> int:
@@ -186,7 +188,7 @@ def _moment(document: Mapping[str, object], name: str, where: str) -> int:
     except ValueError:
         moment = datetime.min
     if moment.tzinfo is None or not 2000 <= moment.year <= 9000:
-        raise SigningKeyringError(f"{where}: `{name}` must be a moment such as 2026-01-02T03:04:05Z")
+        raise SigningKeyringError(f"{where}: `{name}` must be a time such as 2026-01-02T03:04:05Z")
     return int(moment.timestamp())
 
 

@@ -78,7 +78,7 @@ def create_keyring(path: Path, keyring: SigningKeyring) -> None:
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _OWNER)
     except FileExistsError:
-        raise SigningKeyringError(f"{path} is there already; `kvparams signing-keys rotate` adds a key to it") from None
+        raise SigningKeyringError(f"{path} exists already; add a key with `kvparams signing-keys rotate`") from None
     except OSError as error:
         raise SigningKeyringError(f"{path} cannot be written: {error.strerror or 'failed'}") from error
     with os.fdopen(file, "w") as opened:
@@ -117,9 +117,9 @@ def _read(path: Path) -> tuple[SigningKeyring, FileState]:
     except OSError as error:
         raise SigningKeyringError(f"the signing keys in {path} cannot be read: {error.strerror or 'failed'}") from error
     if status.st_mode & _OTHERS:
-        raise SigningKeyringError(f"others than its owner may read or write {path}, and so sign: chmod 600 {path}")
+        raise SigningKeyringError(f"other users can read or write {path}, and so sign documents; run: chmod 600 {path}")
     if len(raw) > _MAX_BYTES:
-        raise SigningKeyringError(f"{path} is longer than {_MAX_BYTES} bytes: it holds no signing keys")
+        raise SigningKeyringError(f"{path} is not a file of signing keys: it is longer than {_MAX_BYTES} bytes")
     try:
         return SigningKeyring.parse(raw), file_state(status)
     except SigningKeyringError as error:

@@ -1,8 +1,10 @@
 """Remembers which signed documents were used, so that each is used once.
 
 A nonce is remembered until its document has expired anyway. Memory is bounded: where more are alive than there is room
-for, those that would expire first are forgotten, and with them everything that expires as early is refused. Invariant:
-a nonce that is not known to be new is not accepted; forgetting never accepts a document twice.
+for, those that would expire first are forgotten, and with them everything that expires as early is refused.
+
+Invariant: a nonce is accepted only if it is known to be new. So no document is accepted twice, after nonces were
+forgotten or after a restart of the process.
 """
 
 from heapq import heappop, heappush

@@ -58,7 +58,8 @@ class RequestVerifier:
         """From when on what is signed is let in, in seconds since 1970."""
         if (left := self.ready - now()) > 0:
             _log.warning(
-                "signed documents are refused for another %.0f s: one that was here before may have accepted them",
+                "signed documents are refused for another %.0f s, because the process before a restart may have "
+                "accepted them already",
                 left,
             )
         self.refused: dict[UntrustedReason, int] = {}
@@ -87,4 +88,4 @@ class RequestVerifier:
 
 
 def _complain(error: SigningKeyringError) -> None:
-    _log.error("%s; the keys stay as they were", error)
+    _log.error("%s; the old keys stay in use", error)

@@ -1,9 +1,8 @@
 """Documents that are signed: by a proxy that has the keys, for engines that have them too.
 
 A signature covers the whole document and, by their digest, the native keys beside it: what the engine will really use.
-Invariant: the signed bytes are the sent bytes. The text that goes out is the canonical form itself, with the
-signature's value put into it, so no second writer could say something else; but for native keys with a fraction, whose
-canonical form is not JSON.
+The signed bytes are the sent bytes: the text that goes out is the canonical form itself, with the signature's value put
+into it. Native keys with a fraction are the exception, because their canonical form is not JSON.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,7 +35,9 @@ class NoSigningKey(KVParamsError):
     """None of the keys may sign at this time."""
 
     def __str__(self) -> str:
-        return "no key may sign now: each begins later or has ended; `kvparams signing-keys rotate` makes one"
+        return (
+            "no signing key is valid now: each begins later or has expired; add one with `kvparams signing-keys rotate`"
+        )
 
 
 class EncodedNativeKeys(NamedTuple):

@@ -36,7 +36,7 @@ class Secret:
             SecretError: it is something else.
         """
         if _SECRET.fullmatch(text) is None:
-            raise SecretError(f"a secret is 1 to {_MAX_BYTES} visible ASCII characters without spaces")
+            raise SecretError(f"a secret must be 1 to {_MAX_BYTES} visible ASCII characters without spaces")
         self._text = text
         self._digest = sha256(text.encode()).digest()
 

@@ -93,7 +93,7 @@ def _common(context: ssl.SSLContext) -> None:
 def _trust(context: ssl.SSLContext, path: Path) -> None:
     text = _read(path, "authority")
     if "-----BEGIN CERTIFICATE-----" not in text:
-        raise TLSError(f"TLS authority {path}: it holds no PEM certificate")
+        raise TLSError(f"TLS authority {path}: the file has no PEM certificate")
     try:
         context.load_verify_locations(cadata=text)
     except (ssl.SSLError, ValueError) as error:
@@ -102,13 +102,13 @@ def _trust(context: ssl.SSLContext, path: Path) -> None:
 
 def _show(context: ssl.SSLContext, certificate: Path, key: Path) -> None:
     if "-----BEGIN CERTIFICATE-----" not in _read(certificate, "certificate"):
-        raise TLSError(f"TLS certificate {certificate}: it holds no PEM certificate")
+        raise TLSError(f"TLS certificate {certificate}: the file has no PEM certificate")
     if "PRIVATE KEY-----" not in _read(key, "key"):
-        raise TLSError(f"TLS key {key}: it holds no PEM private key")
+        raise TLSError(f"TLS key {key}: the file has no PEM private key")
     try:
         context.load_cert_chain(certificate, key, password=_encrypted)
     except _Encrypted:
-        raise TLSError(f"TLS key {key}: it is encrypted; nobody is there to type its password") from None
+        raise TLSError(f"TLS key {key}: it is encrypted; give a key without a password") from None
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
             raise TLSError(f"TLS key {key}: it does not belong to the certificate {certificate}") from error

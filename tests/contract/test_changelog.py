@@ -1,4 +1,7 @@
-"""The changelog is that of the installed version; `tests/contract/docs` checks what README.md and the pages show."""
+"""Checks that the changelog matches the installed version.
+
+`tests/contract/docs` checks what README.md and the pages show.
+"""
 
 import re
 from pathlib import Path

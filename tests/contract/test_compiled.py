@@ -1,5 +1,7 @@
-"""Compiled modules in a wheel: they are the same modules, they are there only for whoever asks, and the tests hold on
-them."""
+"""Tests a wheel with compiled modules.
+
+Compiled modules are the same modules, a wheel has them only on request, and the tests pass on them.
+"""
 
 import importlib.util
 import os

@@ -1,9 +1,9 @@
-"""Our tables against the engines' own code: a field that an engine renames, drops or adds is noticed here.
+"""Compares our dialect tables with the engines' own code, to notice a field that an engine renames, drops or adds.
 
 The code is parsed, never imported. It is looked for in this environment, in those beside it (`.venv-vllm`,
-`.venv-sglang`, `.venv-lmcache`) and among sources that are only read (`.cache/sources`); where a package is in none of
-them, its tests are skipped, and say so. TensorRT-LLM's cannot be had: what is called its package is an installer for
-one of several GB with CUDA in it. That its fields still have these names is held as far as Dynamo's code names them.
+`.venv-sglang`, `.venv-lmcache`) and among sources that are only read (`.cache/sources`). Where a package is in none of
+them, its tests are skipped and say so. TensorRT-LLM's code is not available: its package only installs one of several
+GB with CUDA in it. Its fields are checked as far as Dynamo's code names them.
 """
 
 import ast

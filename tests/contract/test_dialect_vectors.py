@@ -1,4 +1,7 @@
-"""What engines really write, cited: each row of the vectors is judged and translated, and written back as it was."""
+"""Tests the vectors of messages that engines write: each is judged, translated, and written back unchanged.
+
+Each vector cites its source.
+"""
 
 import json
 from functools import cache

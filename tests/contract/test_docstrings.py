@@ -1,4 +1,7 @@
-"""Checks that public names have docstrings, and that first lines of docstrings are full sentences."""
+"""Checks that public names have docstrings, and that first lines of docstrings are full sentences.
+
+Packages are checked whole. In tests, only modules are.
+"""
 
 import ast
 from collections.abc import Iterator
@@ -13,6 +16,7 @@ PACKAGES: Final = {
     "kvparams_proxy": ROOT / "proxy" / "kvparams_proxy",
     "kvparams_connectors": ROOT / "connectors" / "kvparams_connectors",
 }
+TESTS: Final = ROOT / "tests"
 DOCUMENTED_SHARE: Final = 0.95
 """The least share of public classes and functions that have a docstring."""
 
@@ -24,6 +28,15 @@ BANNED_OPENINGS: Final = frozenset({
     "When", "Where", "Whether", "Which", "Who", "Whoever",
 })  # fmt: skip
 """Words that begin a fragment or an inversion, such as "What an engine says." and "Whether it may retry."."""
+
+TEST_OPENINGS: Final = frozenset({
+    "Acts", "Answers", "Builds", "Changes", "Checks", "Chooses", "Classifies", "Compares", "Converts", "Creates",
+    "Defines", "Draws", "Drives", "Feeds", "Finds", "Fuzzes", "Generates", "Holds", "Imports", "Joins", "Judges",
+    "Leaves", "Makes", "Models", "Mutates", "Names", "Parses", "Provides", "Publishes", "Puts", "Records", "Relays",
+    "Replaces", "Runs", "Scales", "Sends", "Serves", "Shows", "Simulates", "Starts", "Takes", "Talks", "Tests",
+    "Trains", "Uses", "Waits", "Writes",
+})  # fmt: skip
+"""Verbs that begin the docstring of a module of tests, whose subject is the module. Another verb may be added."""
 
 FRAGMENTS: Final = '''
 """What a module is about.
@@ -81,6 +94,16 @@ def package_docstrings(package: str) -> list[Docstring]:
     return found
 
 
+def modules_of_tests() -> list[Docstring]:
+    """Returns the docstrings of all modules of tests; an empty module needs none."""
+    found: list[Docstring] = []
+    for path in sorted(TESTS.rglob("*.py")):
+        if source := path.read_text():
+            name = path.relative_to(ROOT).as_posix()
+            found.append(Docstring(name, True, ast.get_docstring(ast.parse(source))))
+    return found
+
+
 def undocumented(found: list[Docstring]) -> list[str]:
     """Returns the names of public classes and functions without a docstring."""
     return [each.name for each in found if each.is_public and each.text is None]
@@ -93,6 +116,15 @@ def fragments(found: list[Docstring]) -> list[str]:
         for each in found
         if each.text
         and (not each.first_line.endswith(".") or each.first_line.rstrip(".").split(maxsplit=1)[0] in BANNED_OPENINGS)
+    ]
+
+
+def fragments_of_tests(found: list[Docstring]) -> list[str]:
+    """Returns the names of modules of tests whose docstrings do not begin with a verb of `TEST_OPENINGS`."""
+    return [
+        each.name
+        for each in found
+        if each.text and each.first_line.split(maxsplit=1)[0].rstrip(",") not in TEST_OPENINGS
     ]
 
 
@@ -122,6 +154,34 @@ def test_first_lines_are_full_sentences(package: str) -> None:
     found = package_docstrings(package)
     assert not fragments(found)
     assert not slogans(found)
+
+
+def test_modules_of_tests_begin_with_full_sentences() -> None:
+    found = modules_of_tests()
+    assert len(found) > 400
+    assert not undocumented(found)
+    assert not fragments(found)
+    assert not fragments_of_tests(found)
+    assert not slogans(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "findings"),
+    [
+        ("Tests that a value is returned.", []),
+        ("Starts, watches and stops processes.", []),
+        ("Tests that a value is returned", ["fragments"]),
+        ("Tests that a value is returned\nby a function.", ["fragments"]),
+        ("What a function returns.", ["fragments", "fragments_of_tests"]),
+        ("Fixtures of the tests of stores.", ["fragments_of_tests"]),
+        ("Tests values.\n\nThe one\nrule: each is returned.", ["slogans"]),
+    ],
+)
+def test_a_module_of_tests_that_breaks_a_rule_is_found(text: str, findings: list[str]) -> None:
+    found = [Docstring("made_up", True, text)]
+    rules = (undocumented, fragments, fragments_of_tests, slogans)
+    assert [rule.__name__ for rule in rules if rule(found)] == findings
+    assert undocumented([Docstring("made_up", True, None)])
 
 
 def test_a_module_that_breaks_the_rules_is_found() -> None:

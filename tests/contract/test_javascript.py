@@ -1,6 +1,6 @@
-"""A stranger's reader in JavaScript, written from the spec's folder alone, agrees with every vector.
+"""Tests that a reader in JavaScript, written from the spec's folder alone, agrees with every vector.
 
-It is tests/contract/javascript/check.mjs.
+The reader is tests/contract/javascript/check.mjs.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Who may import whom, and what the documents about the layers say. The contracts are in pyproject.toml."""
+"""Checks who imports whom, and what the documents about the layers say.
+
+The contracts are in pyproject.toml.
+"""
 
 import os
 import re

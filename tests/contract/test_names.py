@@ -1,4 +1,4 @@
-"""One name, one thing: no class name is used twice in the three packages."""
+"""Checks that no class name is used twice in the three packages."""
 
 import ast
 from collections import defaultdict

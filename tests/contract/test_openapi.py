@@ -1,4 +1,4 @@
-"""The OpenAPI fragment: well formed, and what the text's examples and the vectors are judged by."""
+"""Tests that the OpenAPI fragment is well formed and accepts the examples of the text and the vectors."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Names to objects by entry points, and the command that is made of them."""
+"""Tests the lookup of objects by entry point, and the `kvparams` command that is built from them."""
 
 import socket
 from importlib.metadata import EntryPoint, EntryPoints

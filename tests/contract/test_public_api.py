@@ -1,4 +1,4 @@
-"""What `import kvparams` promises."""
+"""Checks what `import kvparams` promises."""
 
 import inspect
 import subprocess

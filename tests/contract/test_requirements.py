@@ -1,6 +1,6 @@
-"""Every MUST of spec.md has a number, and every number a test that names it: in both directions.
+"""Checks that every MUST of spec.md has a number, and that a test names every number, and no other.
 
-A test names a requirement in its docstring, a vector in `requirements`; for tests elsewhere `SHOWN` names them.
+A test names a requirement in its docstring, a vector in `requirements`. For tests elsewhere, `SHOWN` names them.
 """
 
 import ast

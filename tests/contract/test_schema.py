@@ -1,4 +1,4 @@
-"""The schema and the model, asked about documents that Hypothesis makes up."""
+"""Tests that the schema and the model agree on documents that Hypothesis generates."""
 
 from collections.abc import Callable
 from typing import Any

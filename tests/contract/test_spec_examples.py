@@ -1,4 +1,4 @@
-"""spec.md: its examples are run, and what it lists is what there is."""
+"""Runs the examples of spec.md, and compares its lists with the code."""
 
 import hashlib
 import hmac

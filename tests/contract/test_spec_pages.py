@@ -1,4 +1,4 @@
-"""engine.md, store.md and proxy.md: what they show is what the code does."""
+"""Tests that the code does what engine.md, store.md and proxy.md show."""
 
 import json
 import re

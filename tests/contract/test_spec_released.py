@@ -1,4 +1,4 @@
-"""What has been released under `spec/` stays as it is, and how a draft is released."""
+"""Checks that releases under `spec/` stay unchanged, and tests how a draft is released."""
 
 import hashlib
 import subprocess

@@ -1,4 +1,4 @@
-"""Three judges over the same vectors: the schema, this SDK, and what the vectors themselves say."""
+"""Compares three judges of the same vectors: the schema, this SDK, and the verdicts in the vectors."""
 
 import json
 from collections.abc import Callable

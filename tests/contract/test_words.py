@@ -1,4 +1,4 @@
-"""What `kvparams explain` says of unknown members, signatures, native keys that say no, and new dialects."""
+"""Tests what `kvparams explain` says of unknown members, signatures, refusals in native keys, and new dialects."""
 
 import json
 import re
@@ -39,11 +39,11 @@ def test_members_that_nobody_knows_are_named(explain: Callable[..., list[str]]) 
     extensions = {"ai.sglang.pd": {"a": {"version": 1}, "\x1b[31m": 1}, "com.example.tiers": {}}
     said = explain(DOCUMENT | {"transfer": transfer, "\x1b[31m": 1, "extensions": extensions})
     assert sorted(said[said.index("Worth knowing:") + 1 :]) == [
-        '"\\u001b[31m": no version known here has this member; kept as it is',
-        "extensions.com.example.tiers: not known here; kept as it is",
-        "transfer.atempt: no version known here has this member; kept as it is",
+        '"\\u001b[31m": this member is unknown; it is kept unchanged',
+        "extensions.com.example.tiers: this extension is unknown; it is kept unchanged",
+        "transfer.atempt: this member is unknown; it is kept unchanged",
     ]
-    assert 'ai.sglang.pd keeps a, "\\u001b[31m"' in said
+    assert 'the extension ai.sglang.pd has a, "\\u001b[31m"' in said
     assert "Worth knowing:" not in explain(DOCUMENT | {"extensions": {"ai.sglang.pd": {}}})
 
 
@@ -51,7 +51,7 @@ def test_a_typo_is_named_where_it_makes_the_document_invalid(explain: Callable[.
     wrong = {"requestid" if name == "request_id" else name: value for name, value in DOCUMENT.items()}
     assert explain(wrong, status=1)[1:] == [
         "request_id: Field required [missing]",
-        "requestid: no version known here has this member; kept as it is",
+        "requestid: this member is unknown; it is kept unchanged",
     ]
 
 
@@ -71,12 +71,12 @@ def test_a_native_key_that_says_no_does_not_read_as_yes(explain: Callable[..., l
     assert any(line.startswith(f"{where}do_remote_decode = true: ") for line in said)
     assert any(line.startswith(f"{where}do_remote_prefill = false, so not: ") for line in said)
     assert any(line.startswith(f"{where}remote_host = null, nothing said: ") for line in said)
-    assert any(line.startswith('"\\u001b[31m": not known to this dialect') for line in said)
+    assert any(line.startswith('"\\u001b[31m": this dialect has no such key') for line in said)
 
 
 def test_native_keys_beside_a_document_are_mentioned(explain: Callable[..., list[str]]) -> None:
     given = {"kvparams": DOCUMENT, "do_remote_decode": True}
-    told = "native keys beside the document were not examined (--dialect NAME does): do_remote_decode"
+    told = "native keys beside the document were not checked; to check them, add --dialect NAME: do_remote_decode"
     assert explain(given)[-1] == told
     assert not any("native keys" in line for line in explain({"kvparams": DOCUMENT}))
 

@@ -1,6 +1,6 @@
-"""LMCache in an interpreter of its own: it pins old versions of much that this project uses. The way to talk to it.
+"""Talks to LMCache in an interpreter of its own, because LMCache pins old versions of many of our dependencies.
 
-The one rule: every wait ends, and whoever started a worker ends it.
+Every wait ends, and whoever starts a worker ends it.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""LMCache's `StorageManager` behind a pipe: puts and gets chunks when it is told. It runs in LMCache's interpreter.
+"""Serves LMCache's `StorageManager` over a pipe: it puts and gets chunks on request, in LMCache's interpreter.
 
     python tests/support/lmcache_worker.py SPEC
 
-SPEC is a `tests.support.lmcache_process.Spec` as JSON. Each line on stdin is a question, each on stdout its answer.
-The one rule: what LMCache is measured at is its own path: `batched_put` until its own callback says that the remote
-store has every chunk, `batched_get` until the chunks lie in its pool. Nothing is compared or freed in between.
+SPEC is a `tests.support.lmcache_process.Spec` as JSON. Each line on stdin is a question, each on stdout its answer. A
+measurement covers LMCache's own path: `batched_put` until its own callback says that the remote store has every chunk,
+`batched_get` until the chunks lie in its pool. Nothing is compared or freed in between.
 """
 
 import importlib

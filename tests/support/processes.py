@@ -1,7 +1,7 @@
-"""Starting, watching and stopping the processes of a measurement.
+"""Starts, watches and stops the processes of a measurement.
 
-The one rule: what a run started ends with the run, also after Ctrl-C or SIGTERM, and nothing else is ever signalled:
-each process leads a session of its own, and only those sessions are ended.
+The processes of a run end with the run, also after Ctrl-C or SIGTERM. No other process is ever signaled: each process
+leads a session of its own, and only those sessions are ended.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""What tests share that start servers as processes of their own: fixtures, which a conftest.py imports by name."""
+"""Provides fixtures for tests that start servers as processes; a conftest.py imports them by name."""
 
 from collections.abc import AsyncIterator, Iterator
 

@@ -1,8 +1,8 @@
-"""What the stub engine reads in a request and what it answers: bytes in, bytes out. No I/O, no clock.
+"""Parses requests and writes answers for the stub engine: bytes in, bytes out, without I/O or a clock.
 
-The one rule: never parse a whole body. The few members that matter are found by searching backwards for their quoted
-names (a quoted name cannot occur inside a JSON string, where its quotes would be escaped; of duplicates the last wins,
-as it does in a JSON parser). So a 40 KB prompt costs microseconds: the stub must not dominate what it helps measure.
+It never parses a whole body. It finds the few members that matter by searching backwards for their quoted names. A
+quoted name cannot occur inside a JSON string, where its quotes would be escaped; of duplicates the last wins, as in a
+JSON parser. So a 40 KB prompt costs microseconds: the stub must not dominate what it helps measure.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""One engine of the stub, and one client's connection to it.
+"""Holds one engine of the stub, and one client's connection to it.
 
-The one rule: `live` goes up when a request has been read and comes down exactly once, when its answer is written or its
-client is gone. A client that does not read stops its stream; nothing is written ahead without bound.
+`live` goes up when a request has been read and comes down exactly once, when its answer is written or its client is
+gone. A client that does not read stops its stream; nothing is written ahead without bound.
 """
 
 import asyncio

@@ -1,14 +1,13 @@
-"""A stub OpenAI engine: one process that plays several prefill and decode engines, each on a port of its own.
+"""Runs a stub OpenAI engine: one process that plays several prefill and decode engines, each on its own port.
 
-The one rule: it counts truthfully. What it says it served (`GET /stats`) is what the proxy under test is judged by, so
-a decode request counts as one with KV only if it carries what an engine would need to fetch that KV, and a client that
-leaves is counted and leaves nothing live behind.
+Tests judge the proxy by the stub's counts (`GET /stats`). So a decode request counts as one with KV only if it carries
+what an engine would need to fetch that KV. A client that leaves is counted and leaves nothing live behind.
 
     python tests/support/stub_engine.py --prefill 8100 --prefill 8101 --decode 8102 --decode 8103 [--itl-ms 20 ...]
 
-Completions and chat, whole and streamed (`max_tokens` events and `[DONE]`). One line of JSON on stdout says which ports
-are served (port 0 picks a free one). Also on every port: GET /health, /v1/models, /stats (all ports), /reset (counters
-to zero), /set?ttft_ms=..&itl_ms=..&prefill_ms=.. (delays of all ports).
+It serves completions and chat, whole and streamed (`max_tokens` events and `[DONE]`). One line of JSON on stdout says
+which ports are served (port 0 picks a free one). Also on every port: GET /health, /v1/models, /stats (all ports),
+/reset (counters to zero), /set?ttft_ms=..&itl_ms=..&prefill_ms=.. (delays of all ports).
 """
 
 import argparse

@@ -55,4 +55,4 @@ def plot_benchmark(path: Path, name: str, measured: Sequence[BenchmarkResult]) -
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise StoreError(f"the picture {path} cannot be written: {error}") from error
+        raise StoreError(f"the plot {path} cannot be written: {error}") from error

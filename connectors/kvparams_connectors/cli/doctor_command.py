@@ -15,18 +15,19 @@ from kvparams_connectors.store_url import redact_url
 __all__ = ["COMMAND"]
 
 _EXAMPLE: Final = """
-example:
+Examples:
 
   kvparams doctor
   kvparams doctor 'file:///dev/shm/kv?size=4GiB' 'valkey://10.0.0.5:6379?password_file=/etc/kv/password'
   kvparams doctor http://127.0.0.1:8100
   kvparams doctor fleet.yaml
 
-For each store: can it be reached, is its version right, which settings will hurt, does a page come back whole, how
-fast is it. A few pages are put under keys of its own, and deleted. For each running proxy (http://host:port): does what
-it expects to be cached in engines come true. For each file of a fleet: is each engine that runs what is declared of it,
-as `kvparams proxy --config FILE --check` says it, which sends one small request through each pair. Every line that is
-not `ok` says what to do. The status is 0 if nothing is wrong (warnings may be), 1 if something is.
+For each store, the command checks the connection, the version, the settings, the speed, and that a page comes back
+unchanged. It stores a few pages under keys of its own, and deletes them. For each running proxy (http://host:port), it
+checks that tokens that the proxy predicted to be cached were cached. For each fleet file, it checks that each running
+engine matches its declaration, as `kvparams proxy --config FILE --check` does, which sends one small request through
+each pair of engines. Every line that is not `ok` says what to do. The exit status is 1 if there is an error, and
+otherwise 0, also with warnings.
 """
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]*:")
 _GRADES: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
@@ -35,12 +36,15 @@ _GRADES: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
 class DoctorCommand:
     """See `kvparams.cli.Command`."""
 
-    summary = "Examine this machine, its stores, running proxies and engines; every line says what to do."
+    summary = "Check this machine, stores, running proxies and engines, and say what to do about each problem."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """The stores, proxies and files."""
         parser.epilog = _EXAMPLE
-        text = "a store, for example file:///dev/shm/kv?size=4GiB, a running proxy, http://host:port, or a fleet file"
+        text = (
+            "a store (for example file:///dev/shm/kv?size=4GiB), a running proxy (http://host:port), or the path "
+            "of a fleet file"
+        )
         parser.add_argument("urls", metavar="URL", nargs="*", help=text)
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -53,7 +57,7 @@ class DoctorCommand:
             else:
                 bad += _show(redact_url(url), examine_proxy(url) if is_proxy(url) else examine_store(url))
         if bad:
-            print(f"kvparams doctor: {bad} {'thing is' if bad == 1 else 'things are'} wrong", file=sys.stderr)
+            print(f"kvparams doctor: {bad} {'error' if bad == 1 else 'errors'} found", file=sys.stderr)
         return 1 if bad else 0
 
 

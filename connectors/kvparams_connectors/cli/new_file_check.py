@@ -25,4 +25,4 @@ def refuse_new_file(url: str) -> None:
     for one in (parsed, *map(StoreURL.parse, tiers)):
         path = Path(one.path)
         if one.scheme == "file" and "size" not in one.settings and path.is_absolute() and not path.exists():
-            raise StoreError(f"file store: {path} is not there. Mistyped? To make one, say its size: size=1GiB")
+            raise StoreError(f"file store: {path} does not exist. Check the path, or add size=1GiB to create it")

@@ -21,9 +21,9 @@ _MOST_BYTES: Final = 64 << 20
 _PREFIX: Final = "kvparams_proxy_"
 _SAMPLE: Final = re.compile(rf"^{_PREFIX}(info|exchange_\w+|prefix_cache_\w+)(?:\{{[^}}]*\}})? (\S+)", re.MULTILINE)
 _WHY: Final = (
-    "see that prefix caching is on in every engine that prefills, that --tokenizer of the proxy is the model's, and "
-    "that nobody else fills these caches; `kv_events` of an instance tells the proxy what is gone, and "
-    "`kvparams explain-route` what it expects of each engine"
+    "turn on prefix caching in every prefill engine, give the proxy the model's --tokenizer, and keep other "
+    "clients off these engines. With `kv_events` of an instance the proxy learns what the engine evicts; "
+    "`kvparams explain-route` shows the prediction for each engine"
 )
 
 
@@ -37,16 +37,22 @@ def examine_proxy(url: str) -> Iterator[Advice]:
     try:
         found = _metrics(url)
     except HTTPError as error:
-        yield Advice("error", f"GET /metrics is answered {error.code}", "name the proxy itself, http://host:port")
+        yield Advice(
+            "error", f"GET /metrics returned {error.code}", "give the URL of the proxy itself, http://host:port"
+        )
         return
     except (OSError, ValueError, HTTPException) as error:
         reason = error.reason if isinstance(error, URLError) else type(error).__name__
-        yield Advice("error", f"it does not answer ({reason})", "start the proxy, and see that this machine reaches it")
+        yield Advice(
+            "error",
+            f"the proxy does not answer ({reason})",
+            "start the proxy, and check that this machine can reach it",
+        )
         return
     if "info" not in found:
-        yield Advice("error", "its /metrics are not those of a kvparams proxy", "name the proxy, not an engine")
+        yield Advice("error", "/metrics is not that of a kvparams proxy", "give the URL of the proxy, not of an engine")
         return
-    yield Advice("ok", "it is a kvparams proxy, and answers")
+    yield Advice("ok", "the kvparams proxy answers")
     yield _predictions(found)
     yield from _siblings(found)
 
@@ -78,13 +84,13 @@ def _siblings(found: dict[str, float]) -> Iterator[Advice]:
 def _predictions(found: dict[str, float]) -> Advice:
     alarm, accuracy = found.get("prefix_cache_alarm"), found.get("prefix_cache_accuracy")
     if alarm is None:
-        return Advice("ok", "its policy does not look at what engines have cached")
+        return Advice("ok", "the proxy's policy does not use engines' caches")
     if alarm:
         share = "next to none" if accuracy is None else f"{100 * accuracy:.0f} %"
-        return Advice("warning", f"of the tokens expected to be cached lately only {share} were", _WHY)
+        return Advice("warning", f"only {share} of the tokens that were predicted to be cached were cached", _WHY)
     if accuracy is not None:
-        return Advice("ok", f"of the tokens expected to be cached lately {100 * accuracy:.0f} % were")
+        return Advice("ok", f"{100 * accuracy:.0f} % of the tokens that were predicted to be cached were cached")
     if found.get("prefix_cache_predicted_hits_total") and not found.get("prefix_cache_hits_total"):
-        said = "tokens were expected to be cached, and no engine reports whether they were"
-        return Advice("warning", said, "let engines report cached_tokens (vLLM: --enable-prompt-tokens-details)")
-    return Advice("ok", "nothing was expected to be cached yet")
+        said = "the proxy predicts cached tokens, but no engine reports its cached tokens"
+        return Advice("warning", said, "make the engines report cached_tokens (vLLM: --enable-prompt-tokens-details)")
+    return Advice("ok", "the proxy has not predicted any cached tokens yet")

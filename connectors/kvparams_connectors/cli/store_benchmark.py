@@ -109,7 +109,7 @@ class _BenchmarkCaller:
             for target, identity in zip(self.targets[here], self._identities[here], strict=True):
                 refusal = verify(target, identity)
                 if refusal is not None:
-                    raise StoreError(f"a page came back wrong: {refusal.message}; the store is not to be trusted")
+                    raise StoreError(f"a page came back damaged: {refusal.message}; do not use this store")
 
     def delete(self) -> None:
         with suppress(StoreError):
@@ -186,7 +186,7 @@ def measure_lookup_s(store: KVStore, rounds: int = 5) -> float:
         found.append(time.perf_counter() - start)
         if any(result.code is not ResultCode.MISS for result in results):
             code = next(result.code for result in results if result.code is not ResultCode.MISS)
-            raise StoreError(f"a lookup of keys that are not there ended with {code.value}: {_hint(code)}")
+            raise StoreError(f"a lookup of missing keys ended with {code.value}: {_hint(code)}")
     return median(found)
 
 
@@ -236,8 +236,8 @@ def _all_ok(what: str, codes: Sequence[ResultCode]) -> None:
 
 def _hint(code: ResultCode) -> str:
     return {
-        ResultCode.FULL: "it has no room: give it more, or measure with a smaller --working-set",
-        ResultCode.MISS: "pages were evicted while they were measured: give it more room, or a smaller --working-set",
-        ResultCode.TOO_LARGE: "it does not take pages of this size: measure with smaller --sizes",
-        ResultCode.TIMEOUT: "it has stopped, or is slower than 50 MB/s; `kvparams doctor` may know why",
-    }.get(code, "`kvparams doctor` may know why")
+        ResultCode.FULL: "the store has no room: give it more, or use a smaller --working-set",
+        ResultCode.MISS: "the store evicted pages meanwhile: give it more room, or use a smaller --working-set",
+        ResultCode.TOO_LARGE: "the store does not accept pages of this size: use smaller --sizes",
+        ResultCode.TIMEOUT: "the store has stopped, or is slower than 50 MB/s; run `kvparams doctor` on it",
+    }.get(code, "run `kvparams doctor` on the store")

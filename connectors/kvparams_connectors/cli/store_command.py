@@ -27,53 +27,74 @@ from kvparams_connectors.transfer.page_auth_keys import read_page_auth_keys
 __all__ = ["COMMAND"]
 
 _EXAMPLE: Final = """
-example:
+Examples:
 
   kvparams store bench 'file:///dev/shm/kv?size=4GiB' --sizes 256KiB,1MiB --threads 1,4 --plot speed.png
   kvparams store inspect 'file:///dev/shm/kv' kv1.64f2c0....16.L0-32.H0-8
 
-`bench` puts pages of random bytes under keys of its own and deletes them; where there is little room, the store evicts
-others for them. The table goes to stdout, progress to stderr. `inspect` ends with status 0 for a good page, 1 for a bad
-one or none, 2 if the store cannot be asked; it shows the content to nobody who does not ask for it. A key is one of
-those that an engine's answer names: kv_transfer_params.kvparams.load_keys.
+`bench` stores pages of random bytes under keys of its own, and deletes them. A store with little room evicts other
+pages for them. The table goes to standard output, and progress to standard error. `inspect` ends with status 0 for a
+good page, 1 for a bad or missing page, and 2 if the store does not answer. It shows the page's content only with
+--content. Find the keys of pages in an engine's answer, under kv_transfer_params.kvparams.load_keys.
 """
 _MIN_PAGE: Final = 4 << 10
 _MAX_PAGE: Final = 256 << 20
 _MAX_THREADS: Final = 64
 _HEADS: Final = ("PAGE", "CALLERS", "PUT", "GET", "SOCKET", "MEMORY", "PUT/SOCKET", "GET/SOCKET", "PUT/MEM", "GET/MEM")
-_COLUMNS: Final = "SOCKET: the same pages over a bare TCP connection of this machine; MEMORY: copied by one core"
+_COLUMNS: Final = (
+    "SOCKET: the same pages over a TCP connection within this machine; MEMORY: the same pages copied by one core"
+)
 
 
 class StoreCommand:
     """See `kvparams.cli.Command`."""
 
-    summary = "Measure a store, or look at what one key holds."
+    summary = "Measure a store's speed, or show a stored page."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds one subcommand for each action."""
         parser.epilog = _EXAMPLE
         actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-        bench = actions.add_parser("bench", help="speed, beside memory and a bare socket in the same run")
-        bench.add_argument("url", metavar="URL", help="the store, for example memory:?size=1GiB")
+        bench = actions.add_parser("bench", help="measure the store's speed, and compare it with memory and a socket")
+        bench.add_argument("url", metavar="URL", help="the URL of the store, for example memory:?size=1GiB")
         bench.add_argument(
-            "--sizes", type=_sizes, default=_sizes("64KiB,256KiB,1MiB,4MiB"), help="of a page (default: 64KiB to 4MiB)"
+            "--sizes",
+            type=_sizes,
+            default=_sizes("64KiB,256KiB,1MiB,4MiB"),
+            help="the sizes of a page, separated by commas (default: 64KiB,256KiB,1MiB,4MiB)",
         )
         bench.add_argument(
-            "--threads", type=_counts, default=[1], help="callers at a time, for example 1,4 (default: 1)"
+            "--threads",
+            type=_counts,
+            default=[1],
+            help="the numbers of concurrent callers, for example 1,4 (default: 1)",
         )
-        bench.add_argument("--batch", type=_count, default=8, help="pages per operation (default: 8)")
-        bench.add_argument("--rounds", type=_count, default=10, help="each figure is their median (default: 10)")
-        bench.add_argument("--working-set", type=_size, default=64 << 20, help="bytes of all pages (default: 64MiB)")
-        bench.add_argument("--plot", type=Path, metavar="FILE", help="also draw a picture (needs matplotlib)")
-        inspect = actions.add_parser("inspect", help="the header of a stored page, and whether it is whole")
-        inspect.add_argument("url", metavar="URL", help="the store")
-        inspect.add_argument(
-            "key", metavar="KEY", help="of a page: one of an answer's kv_transfer_params.kvparams.load_keys"
+        bench.add_argument("--batch", type=_count, default=8, help="the number of pages per operation (default: 8)")
+        bench.add_argument(
+            "--rounds", type=_count, default=10, help="the number of rounds; each figure is their median (default: 10)"
         )
-        inspect.add_argument("--seal-keys", type=Path, metavar="FILE", help="the key file, to check the page's tag")
-        inspect.add_argument("--cache-salt", metavar="SALT", help="of the tenant, for the tag; none if left out")
+        bench.add_argument(
+            "--working-set", type=_size, default=64 << 20, help="the size of all pages together (default: 64MiB)"
+        )
+        bench.add_argument(
+            "--plot", type=Path, metavar="FILE", help="also draw a plot into this file (needs matplotlib)"
+        )
+        inspect = actions.add_parser("inspect", help="show the header of a stored page, and check the page")
+        inspect.add_argument("url", metavar="URL", help="the URL of the store")
         inspect.add_argument(
-            "--content", type=Path, metavar="FILE", help="write the payload there; it is a prompt's KV"
+            "key", metavar="KEY", help="the key of a page, from an answer's kv_transfer_params.kvparams.load_keys"
+        )
+        inspect.add_argument(
+            "--seal-keys",
+            type=Path,
+            metavar="FILE",
+            help="the key file of authenticated pages, to check the page's tag",
+        )
+        inspect.add_argument(
+            "--cache-salt", metavar="SALT", help="the tenant's cache salt, to check the tag (default: none)"
+        )
+        inspect.add_argument(
+            "--content", type=Path, metavar="FILE", help="write the payload, the KV of a prompt, to this file"
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
@@ -110,10 +131,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     for row in rows:
         print("  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True)))
     print(_COLUMNS)
-    print(f"lookup of 1000 keys that are not there: {1000 * lookup:.2f} ms")
+    print(f"lookup of 1000 missing keys: {1000 * lookup:.2f} ms")
     if arguments.plot is not None:
         plot_benchmark(arguments.plot, f"{name} store", found)
-        print(f"the picture is in {arguments.plot}", file=sys.stderr)
+        print(f"the plot is in {arguments.plot}", file=sys.stderr)
     return 0
 
 
@@ -133,7 +154,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
         # Both kinds of tag are checked with it; the one named here would only matter for sealing.
         keys = read_page_auth_keys(arguments.seal_keys, "hmac-sha256").for_tenant(arguments.cache_salt)
     elif arguments.cache_salt is not None:
-        raise StoreError("--cache-salt is only for --seal-keys")
+        raise StoreError("--cache-salt needs --seal-keys")
     refuse_new_file(arguments.url)
     store = open_store(arguments.url)
     try:
@@ -141,7 +162,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     finally:
         store.close()
     if value is None:
-        print(f"kvparams store: the store has no key {arguments.key[:128]!r}", file=sys.stderr)
+        print(f"kvparams store: the store has no value for the key {arguments.key[:128]!r}", file=sys.stderr)
         return 1
     seen = inspect_value(arguments.key, value, keys)
     for name, text in seen.fields:
@@ -185,7 +206,7 @@ def _size(text: str) -> int:
 def _sizes(text: str) -> list[int]:
     sizes = [_size(one) for one in text.split(",")]
     if any(not _MIN_PAGE <= size <= _MAX_PAGE for size in sizes):
-        raise argparse.ArgumentTypeError("a page has 4KiB to 256MiB")
+        raise argparse.ArgumentTypeError("a page must have 4KiB to 256MiB")
     return sizes
 
 

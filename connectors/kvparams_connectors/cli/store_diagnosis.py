@@ -40,7 +40,7 @@ _PART: Final = KVShard(0, 1, 0, 1)
 def examine_machine() -> Iterator[Advice]:
     """Python, packages, memory: what every store on this machine has to do with."""
     yield Advice("ok", f"Python {sys.version.partition(' ')[0]}, {os.cpu_count()} cores")
-    for package, needed in (("cryptography", "fast tags on pages"), ("torch", "the connector of an engine")):
+    for package, needed in (("cryptography", "fast page tags"), ("torch", "an engine's connector")):
         try:
             yield Advice("ok", f"{package} {version(package)}")
         except PackageNotFoundError:
@@ -51,17 +51,19 @@ def examine_machine() -> Iterator[Advice]:
         usage = shutil.disk_usage(shm)
         found = f"/dev/shm has {usage.free >> 20} MiB free of {usage.total >> 20}"
         if usage.total < 1 << 30:
-            yield Advice("warning", found, "too small for a store between engines; in a container raise --shm-size")
+            yield Advice(
+                "warning", found, "it is too small for a store that engines share; in a container, raise --shm-size"
+            )
         else:
             yield Advice("ok", found)
     yield from examine_huge_pages(_HUGE_PAGES)
     speed = _memory_speed()
     if speed < 2:
         yield Advice(
-            "warning", f"memory is copied at {speed:.1f} GB/s", "the machine is busy or throttled: measure later"
+            "warning", f"memory copies run at {speed:.1f} GB/s", "the machine is busy or throttled: try again later"
         )
     else:
-        yield Advice("ok", f"memory is copied at {speed:.1f} GB/s")
+        yield Advice("ok", f"memory copies run at {speed:.1f} GB/s")
 
 
 def examine_huge_pages(setting: Path) -> Iterator[Advice]:
@@ -74,8 +76,8 @@ def examine_huge_pages(setting: Path) -> Iterator[Advice]:
     except OSError:
         return
     if "[always]" in text:
-        todo = f"where a Valkey server runs: echo madvise > {setting}, and start the server again"
-        yield Advice("warning", "transparent huge pages are on for everybody", todo)
+        todo = f"if a Valkey server runs here: echo madvise > {setting}, and restart the server"
+        yield Advice("warning", "transparent huge pages are on for all processes", todo)
     else:
         yield Advice("ok", f"transparent huge pages: {text.strip()}")
 
@@ -90,10 +92,12 @@ def examine_store(url: str) -> Iterator[Advice]:
         yield Advice("error", str(error), _opening(error))
         return
     except Exception as error:  # noqa: BLE001 - somebody else's code; the other stores are still to be examined
-        yield Advice("error", f"it cannot be opened ({type(error).__name__})", "a defect in the store: report it")
+        yield Advice(
+            "error", f"the store cannot be opened ({type(error).__name__})", "this is a bug in the store: report it"
+        )
         return
     try:
-        yield Advice("ok", f"it opens in {1000 * (time.monotonic() - start):.0f} ms")
+        yield Advice("ok", f"the store opens in {1000 * (time.monotonic() - start):.0f} ms")
         yield from _capabilities(store)
         advice = advice_from_store(store)
         yield from advice
@@ -111,9 +115,9 @@ def examine_store(url: str) -> Iterator[Advice]:
 
 def _opening(error: KVParamsError) -> str:
     if isinstance(error, PluginError):
-        return "correct the word before the colon, or install the package that brings this store"
+        return "correct the word before the colon, or install the package that provides this store"
     if isinstance(error, StoreUnreachable):
-        return "start the server, and see that this machine reaches it"
+        return "start the server, and check that this machine can reach it"
     return ""  # a StoreError says itself what to do
 
 
@@ -122,14 +126,14 @@ def _capabilities(store: KVStore) -> Iterator[Advice]:
     if not can.shared and store.address is None:  # with an address, others read it where it is
         yield Advice(
             "warning",
-            "no other process sees what is stored here",
+            "no other process can read this store",
             "use it as the first tier only: tiered:?l1=...&l2=...",
         )
     if can.max_value_bytes < 4 << 20:
         yield Advice(
             "warning",
-            f"it takes values of at most {can.max_value_bytes} bytes",
-            "pages of a large model are 1 to 8 MiB: give it more room, or use smaller pages",
+            f"the store accepts values of at most {can.max_value_bytes} bytes",
+            "pages of a large model are 1 to 8 MiB: give the store more room, or use smaller pages",
         )
 
 
@@ -157,7 +161,7 @@ def _round_trip(store: KVStore) -> Iterator[Advice]:
         refusal = verify(target, identity)
         if refusal is not None:
             yield Advice(
-                "error", f"a page came back wrong: {refusal.message}", "do not use this store: it changes bytes"
+                "error", f"a page came back damaged: {refusal.message}", "do not use this store: it changes bytes"
             )
             return
     finally:
@@ -165,21 +169,21 @@ def _round_trip(store: KVStore) -> Iterator[Advice]:
     if deleted.code is not ResultCode.OK:
         yield Advice("error", f"delete ended with {deleted.code.value}", _TODO[deleted.code])
         return
-    yield Advice("ok", f"a page of {size >> 10} KiB came back whole, and was deleted")
+    yield Advice("ok", f"a page of {size >> 10} KiB came back unchanged, and was deleted")
 
 
 _TODO: Final = {
-    ResultCode.OK: "the server is not what the store takes it for: see its version",
-    ResultCode.EXISTS: "another deployment uses the same keys: give each its own `prefix`",
-    ResultCode.MISS: "what is stored is lost at once: see the server's memory and eviction settings",
+    ResultCode.OK: "the server does not behave as expected: check its version",
+    ResultCode.EXISTS: "another deployment uses the same keys: give each deployment its own `prefix`",
+    ResultCode.MISS: "the store loses values at once: check the server's memory and eviction settings",
     ResultCode.CORRUPT: "do not use this store: it changes bytes",
-    ResultCode.FULL: "it has no room: give it more memory, and an eviction policy",
+    ResultCode.FULL: "the store has no room: give it more memory, and an eviction policy",
     ResultCode.TOO_LARGE: "raise the server's limit on values, or use smaller pages",
-    ResultCode.TIMEOUT: "the server is too slow or stopped: see its load, and the network between",
-    ResultCode.UNAVAILABLE: "see that the server runs and that this machine reaches it",
-    ResultCode.DENIED: "see `user` and `password_file`, and what this user may do",
-    ResultCode.INVALID: "a defect in the store: report it",
-    ResultCode.INTERNAL: "a defect in the store: see the log",
+    ResultCode.TIMEOUT: "the server is too slow or stopped: check its load and the network",
+    ResultCode.UNAVAILABLE: "check that the server runs and that this machine can reach it",
+    ResultCode.DENIED: "check `user` and `password_file`, and the permissions of this user",
+    ResultCode.INVALID: "this is a bug in the store: report it",
+    ResultCode.INTERNAL: "this is a bug in the store: see the log",
 }
 
 
@@ -197,13 +201,17 @@ def _speed(store: KVStore) -> Iterator[Advice]:
         store.delete(keys, _DEADLINE_S).result()
         bad = next((result for result in (*puts, *gets) if result.code is not ResultCode.OK), None)
         if bad is not None:
-            yield Advice("error", f"{_PAGES} pages at once ended with {bad.code.value}", _TODO[bad.code])
+            yield Advice("error", f"an operation with {_PAGES} pages ended with {bad.code.value}", _TODO[bad.code])
             return
         best["put"] = max(best["put"], _PAGES * size / (middle - start) / 1e9)
         best["get"] = max(best["get"], _PAGES * size / (end - middle) / 1e9)
     found = f"put {best['put']:.2f} GB/s, get {best['get']:.2f} GB/s with pages of {size >> 10} KiB"
     if min(best.values()) < _SLOW:
-        yield Advice("warning", found, "computing may be faster: see the network; `kvparams store bench` shows where")
+        yield Advice(
+            "warning",
+            found,
+            "recomputing may be faster than loading: check the network, and run `kvparams store bench`",
+        )
     else:
         yield Advice("ok", found)
     start = time.perf_counter()
@@ -211,7 +219,7 @@ def _speed(store: KVStore) -> Iterator[Advice]:
     lookup_s = time.perf_counter() - start
     found = f"a lookup of 1000 keys takes {1000 * lookup_s:.1f} ms"
     if lookup_s > _SLOW_LOOKUP_S:
-        yield Advice("warning", found, "every request waits for it: put the store nearer, or see its load")
+        yield Advice("warning", found, "every request waits for a lookup: move the store closer, or reduce its load")
     else:
         yield Advice("ok", found)
 

@@ -43,13 +43,13 @@ def fetch_value(store: KVStore, key: str) -> memoryview | None:
     if found.code not in (ResultCode.OK, ResultCode.TOO_LARGE):
         raise StoreError(f"the lookup of the key ended with {found.code.value}")
     if found.nbytes > _MAX_BYTES:
-        raise StoreError(f"the value has {found.nbytes} bytes; what is larger than {_MAX_BYTES} is not read")
+        raise StoreError(f"the value has {found.nbytes} bytes; values of more than {_MAX_BYTES} bytes are not read")
     target = memoryview(bytearray(found.nbytes))
     (got,) = store.get([GetOp(key, (target,))], _DEADLINE_S).result()
     if got.code is ResultCode.MISS:
         return None
     if got.code is not ResultCode.OK:
-        raise StoreError(f"the reading of the key ended with {got.code.value}")
+        raise StoreError(f"reading the key ended with {got.code.value}")
     return target[: got.nbytes]
 
 
@@ -87,7 +87,7 @@ def _checked(value: memoryview, claim: HeaderClaim, keys: TenantPageAuthKeys | N
     if refusal is None:
         return []
     if refusal.reason == "locked" and keys is None:
-        return ["the tag and the payload were not checked: say --seal-keys FILE"]
+        return ["the tag and the payload were not checked; add --seal-keys FILE"]
     return [f"{refusal.reason}: {refusal.message}"]
 
 
@@ -95,7 +95,7 @@ def _key_problems(key: str, claim: HeaderClaim) -> list[str]:
     """Returns whether the page is the one that its key names."""
     match = _KEY.fullmatch(key)
     if match is None:
-        return ["the key is not the key of a page"]
+        return ["the key is not a page key"]
     page, part = claim.identity, claim.identity.shard
     said = {
         "namespace": page.namespace[:8].hex(),
@@ -105,7 +105,7 @@ def _key_problems(key: str, claim: HeaderClaim) -> list[str]:
         "heads": f"{part.head_start}-{part.head_end}",
     }
     return [
-        f"the key says {name} {match[name][:16]}, the header {text[:16]}"
+        f"the {name} of the key is {match[name][:16]}, but that of the header is {text[:16]}"
         for name, text in said.items()
         if match[name] != text
     ]

@@ -54,12 +54,12 @@ class FaultyStore(BlockingStore):
     """`inner`, with faults."""
 
     def __init__(self, inner: KVStore, judge: Callable[[Operation, str], Fault | None], *, threads: int = 1) -> None:
-        """Creates a `FaultyStore`.
+        """Wraps a store.
 
         Args:
-            inner: stays the caller's.
-            judge: is asked for every key of every operation.
-            threads: how many batches are worked on at a time; a late one keeps its thread.
+            inner: the store that answers; the caller closes it.
+            judge: returns the fault of one key of one operation, or None for no fault. It is called for every key.
+            threads: the number of batches that are worked on at a time; a late batch keeps its thread.
         """
         self._inner = inner
         self._judge = judge

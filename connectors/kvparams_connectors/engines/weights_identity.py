@@ -50,7 +50,7 @@ def folder_digest(folder: Path) -> str:
     files = sorted({file for pattern in _WEIGHTS for file in folder.glob(pattern)})
     if not files:
         raise StoreError(
-            f"the folder of the model has no files {', '.join(_WEIGHTS)}: say which weights these are by "
+            f"the model's folder has no files {', '.join(_WEIGHTS)}; name the weights with "
             "kv_connector_extra_config.revision"
         )
     digest = blake2b(digest_size=16)
@@ -74,7 +74,7 @@ def snapshot_commit(config_file: str | None) -> str:
     parts = Path(config_file).parts if config_file else ()
     if "snapshots" in parts[:-2]:
         return parts[parts.index("snapshots") + 1]
-    raise StoreError("which weights vLLM has loaded cannot be seen: say it by kv_connector_extra_config.revision")
+    raise StoreError("the loaded weights cannot be identified; name them with kv_connector_extra_config.revision")
 
 
 class Adapters:
@@ -91,7 +91,7 @@ class Adapters:
         """
         folder = Path(path)
         if not folder.is_dir():
-            raise StoreError("the adapter's weights are not in a folder, so which they are cannot be seen")
+            raise StoreError("the adapter's weights cannot be identified, because they are not in a folder")
         files = sorted(file for file in folder.iterdir() if file.is_file())
         seen = (path, *((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
         if seen not in self._known:

@@ -37,10 +37,10 @@ class ServerConnectionPool(Generic[P, C]):
     """Idle connections by server."""
 
     def __init__(self, connect: Callable[[P, float], C]) -> None:
-        """Creates a `ServerConnectionPool`.
+        """Opens no connection yet.
 
         Args:
-            connect: makes a connection to a server by a deadline, or raises.
+            connect: opens a connection to a server until a deadline on the clock of `time.monotonic`, or raises.
         """
         self._connect = connect
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
 """A connected socket whose every wait ends at a deadline: what stores that speak a server's protocol themselves share.
 
-Invariant: a stream is used by one thread at a time, and one that has raised is closed, never used again.
+One thread at a time uses a socket. A socket that has raised is closed and never used again.
 """
 
 import select
@@ -101,10 +101,10 @@ class DeadlineSocket:
     """A connected socket, plain or TLS. Every wait ends at the deadline in force."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Creates a `DeadlineSocket`.
+        """Takes a connected socket, which `close` closes.
 
         Args:
-            sock: connected, and from now on ours to close.
+            sock: the socket; no other code may use it any more.
         """
         self._socket = sock
         self._tls = isinstance(sock, ssl.SSLSocket)

@@ -1,7 +1,7 @@
 """Room for values of any size in one piece of memory: equal units, handed out as runs of neighbours.
 
-Units instead of size classes: no page size can starve another, and any page may be evicted for any other. Invariant: a
-value's bytes lie in its runs in order, each run full but the last.
+Units instead of size classes: no page size can starve another, and any page may be evicted for any other. A value's
+bytes lie in its runs in order, and each run is full except for the last.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,10 +56,10 @@ class ExtentAllocator:
     """Describes which units are free. It does not lock; whoever owns it does."""
 
     def __init__(self, free: npt.NDArray[np.bool_]) -> None:
-        """Creates an `ExtentAllocator`.
+        """Takes the flags of free units, which it changes in place.
 
         Args:
-            free: one flag per unit, True where it is free; may lie in shared memory.
+            free: one flag per unit, True where the unit is free. It may lie in shared memory.
         """
         self._free = free
         self._hint = Extent(0, 0)

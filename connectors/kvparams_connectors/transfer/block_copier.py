@@ -3,8 +3,8 @@
 On the CPU blocks are copied to slots at once. On a device a save is a snapshot: on the engine's own stream the blocks
 are gathered into a bounce buffer, so that the engine may launch work that overwrites them as soon as the call returns;
 behind that, on a stream of its own, the buffer goes to pinned memory. A load takes the way back on a third stream,
-after what the engine had launched when it asked. Invariant: nobody reads what an event has not said to be written, and
-nobody writes what an event has not said to be read.
+after what the engine had launched when it asked. A reader waits for the event that says that the bytes were written,
+and a writer for the event that says that they were read.
 """
 
 import threading
@@ -83,11 +83,11 @@ class HostBlockCopier:
     """Blocks on the CPU."""
 
     def __init__(self, layout: PagedKVLayout, *, payload_bytes: int) -> None:
-        """Creates a `HostBlockCopier`.
+        """Copies between tensors on the CPU and slots.
 
         Args:
-            layout: of tensors on the CPU.
-            payload_bytes: of the largest part of a page.
+            layout: the tensors of the engine's KV cache.
+            payload_bytes: the size of the largest part of a page, in bytes.
         """
         self.batch_size: int = max(1, _HOST_BATCH // payload_bytes)
         self.allocate: Callable[[int], memoryview] | None = None
@@ -120,13 +120,13 @@ class StagedBlockCopier:
     """Blocks on a device."""
 
     def __init__(self, device: Device, layout: PagedKVLayout, *, payload_bytes: int, bounce_bytes: int) -> None:
-        """Creates a `StagedBlockCopier`.
+        """Allocates two bounce buffers of device memory, and two streams.
 
         Args:
             device: where the blocks are.
-            layout: of tensors on `device`.
-            payload_bytes: of the largest part of a page.
-            bounce_bytes: of device memory, for saves and again for loads; at least one part each.
+            layout: the tensors of the engine's KV cache on `device`.
+            payload_bytes: the size of the largest part of a page, in bytes.
+            bounce_bytes: the size of each bounce buffer, in bytes; it holds at least one part.
         """
         stride = -(-payload_bytes // _ALIGNMENT) * _ALIGNMENT
         self.batch_size: int = max(1, bounce_bytes // stride)

@@ -108,18 +108,18 @@ def read_cache_spec(spec: object, *, cache_dtype: str | None = None, windows: bo
     known = _SPECS | (_WINDOWS if windows else {})
     if kind not in known:
         raise LayoutError(
-            f"a cache of the kind {kind} is not known here; known: {', '.join(known)}. Switch the store off for this "
-            "model: pages of it would be incomplete"
+            f"a cache of the kind {kind} is not supported; supported: {', '.join(known)}. Turn the store off for "
+            "this model, because its pages would be incomplete"
         )
     values = {name: getattr(spec, name, None) for name in ("block_size", "num_kv_heads", "head_size")}
     missing = [name for name, value in values.items() if not isinstance(value, int)]
     if missing:
-        raise LayoutError(f"{kind} has no whole number {', '.join(missing)}: it is of a version that is not known here")
+        raise LayoutError(f"{kind} has no whole number {', '.join(missing)}, so its version is not supported")
     dtype = str(getattr(spec, "dtype", None)).removeprefix("torch.")
     if dtype == "uint8" and cache_dtype is None:
         raise LayoutError(
-            f"{kind} says that elements are bytes, not what they mean: give cache_dtype=float8_e4m3fn, float8_e5m2 "
-            "or uint8, as the engine was told by --kv-cache-dtype"
+            f"{kind} has elements of one byte and an unknown type: set cache_dtype to float8_e4m3fn, float8_e5m2 "
+            "or uint8, as in the engine's --kv-cache-dtype"
         )
     block_size, heads, k_dim = (int(getattr(spec, name)) for name in values)
     v_dim = getattr(spec, "head_size_v", None)
@@ -240,13 +240,15 @@ def check_view(name: str, tensor: torch.Tensor, dtype: str) -> None:
     """
     held = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
-        raise LayoutError(f"{name}: element type {dtype} is not known; known: {', '.join(DTYPE_BYTES)}")
+        raise LayoutError(f"{name}: element type {dtype} is not supported; supported: {', '.join(DTYPE_BYTES)}")
     if held != dtype and not (held == "uint8" and dtype.startswith("float8")):
         raise LayoutError(f"{name}: elements are {held} and are said to be {dtype}; only fp8 is kept as other bytes")
     if tensor.device.type not in ("cpu", "cuda"):
-        raise LayoutError(f"{name}: it lies on {tensor.device}; known are the CPU and CUDA")
+        raise LayoutError(f"{name}: the tensor is on {tensor.device}; only the CPU and CUDA are supported")
     if tensor.dim() != 4 or 0 in tensor.shape:
-        raise LayoutError(f"{name}: shape {list(tensor.shape)}; known is [num_blocks, block_size, kv_heads, head_dim]")
+        raise LayoutError(
+            f"{name}: the shape is {list(tensor.shape)}; it must be [num_blocks, block_size, kv_heads, head_dim]"
+        )
     span = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step < span:

@@ -1,8 +1,8 @@
 """From token ids and paged tensors to jobs of a store: longest stored prefix, save, load, release.
 
 A save copies the KV out of the blocks before it returns, so the engine may reuse them at once. A load reads pages in
-order into leased slots and stops at the first that is missing or not what was asked for. Invariant: a page is verified
-in its slot before any of it is written to a block, and no block is written once the wait for the load is over.
+order into leased slots and stops at the first that is missing or not what was asked for. A page is verified in its slot
+before any of it is written to a block, and no block is written once the wait for the load is over.
 """
 
 import threading
@@ -51,18 +51,19 @@ class KVStoreConnector:
         seals: PageAuthKeys | None = None,
         mover: BlockCopier | None = None,
     ) -> None:
-        """Creates a `KVStoreConnector`.
+        """Allocates an arena, registers it with the store, and starts the worker threads.
 
         Args:
-            store: stays the caller's; `close` does not close it.
-            namespace: without cache salt and LoRA, which each request brings.
-            layout: the engine's tensors.
-            settings: None means the defaults.
-            seals: keys of authenticated pages, for a store that others can write to; None: pages have none.
-            mover: how KV gets to host memory and back; None: as the tensors' device needs it.
+            store: where pages are kept; the caller closes it.
+            namespace: the model and layout of the KV, without cache salt and LoRA, which each request adds.
+            layout: the tensors of the engine's KV cache.
+            settings: None: the defaults.
+            seals: the keys of authenticated pages, for a store that others can write to; None: pages carry a checksum
+                and no tag.
+            mover: copies KV between blocks and host memory; None: the copier for the tensors' device.
 
         Raises:
-            LayoutError: the tensors are not what the namespace describes, or hold units of the grid only partly.
+            LayoutError: the tensors do not match the namespace, or hold a unit of the grid only partly.
         """
         layout.check(namespace)
         self._store = store

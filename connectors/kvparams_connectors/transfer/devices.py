@@ -95,7 +95,14 @@ class CudaDevice:
     """A GPU. Made only where there is one; importing this module needs none."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises RuntimeError if torch has no CUDA here."""
+        """Checks that CUDA is available.
+
+        Args:
+            device: the CUDA device.
+
+        Raises:
+            RuntimeError: torch has no CUDA here.
+        """
         if not torch.cuda.is_available():
             raise RuntimeError(f"tensors lie on {device}, but torch finds no CUDA device here")
         self._device = device

@@ -1,6 +1,6 @@
 """A page, sealed while others go: its checksum is computed bit by bit whenever the store has nothing better to do.
 
-Invariant: nobody writes to the payload from the first look at it until the page is stored.
+The payload must not change from the first checksum step until the page is stored.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,11 @@ class IncrementalSealer:
     __slots__ = ("_hash", "_hashed", "_page", "_seal")
 
     def __init__(self, page: memoryview, seal: Callable[[int | None], object]) -> None:
-        """Creates an `IncrementalSealer`.
+        """Begins without a checksum.
 
         Args:
-            page: header and payload.
-            seal: writes the header; told the checksum of the payload, or None where that is not known yet.
+            page: the header and the payload, which is complete.
+            seal: writes the header. Its argument is the checksum of the payload, or None if it was not computed.
         """
         self._page = page
         self._seal = seal

@@ -1,7 +1,7 @@
 """A page, verified while it comes: its checksum is computed bit by bit, each while it is in the processor's caches.
 
-Invariant: only bytes of which the store has said that they lie there for good are taken, and what it said nothing of is
-taken at the end; so the verdict is always about what lies in the slot.
+Bytes are checksummed early only if the store has said that they are final. The other bytes are checksummed at the end.
+So the verdict is always about the final content of the slot.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ class IncrementalVerifier:
     __slots__ = ("_hash", "_hashed", "_judge", "_page", "verified")
 
     def __init__(self, page: memoryview, judge: Callable[[int, int | None], PageRefusal | None]) -> None:
-        """Creates an `IncrementalVerifier`.
+        """Begins without any bytes.
 
         Args:
-            page: where it comes to.
-            judge: tells whether the bytes are the requested page; takes the checksum of the payload, or None where
-                that is not known yet.
+            page: the memory that the page arrives in.
+            judge: returns why the bytes are not the requested page, or None. Its arguments are the size of the page and
+                the checksum of the payload, or None if that was not computed.
         """
         self._page = page
         self._judge = judge

@@ -39,16 +39,16 @@ class PagedKVLayout:
         rectangle: KVShard | None = None,
         dtype: str | None = None,
     ) -> None:
-        """Creates a `PagedKVLayout`.
+        """Checks that the tensors fit together.
 
         Args:
-            keys: K per layer, in layer order. MLA: the latents, with one head.
-            values: V per layer; head_dim and strides may differ from K's. MLA: none.
-            rectangle: which part of the model the tensors hold; None means all of it.
-            dtype: what the elements mean; None means what torch says. Engines keep fp8 in `torch.uint8`.
+            keys: the K tensor of each layer, in layer order. MLA: the latents, with one head.
+            values: the V tensor of each layer; head_dim and strides may differ from K's. MLA: empty.
+            rectangle: the part of the model that the tensors hold; None: the whole model.
+            dtype: the type of the elements; None: that of the tensors. Engines keep fp8 in `torch.uint8`.
 
         Raises:
-            LayoutError: the tensors do not fit together, or are something this class does not know.
+            LayoutError: the tensors do not fit together, or their form is unknown.
         """
         if not keys or (values and len(keys) != len(values)):
             raise LayoutError(
@@ -90,8 +90,8 @@ class PagedKVLayout:
         """The same from one tensor `[layers, 2, num_blocks, block_size, kv_heads, head_dim]`, K before V."""
         if tensor.dim() != 6 or tensor.shape[1] != 2:
             raise LayoutError(
-                f"a tensor of shape {list(tensor.shape)}; "
-                "known is [layers, 2, num_blocks, block_size, kv_heads, head_dim]"
+                f"the tensor has the shape {list(tensor.shape)}; it must be [layers, 2, num_blocks, block_size, "
+                "kv_heads, head_dim]"
             )
         return cls(list(tensor[:, 0]), list(tensor[:, 1]), rectangle=rectangle)
 

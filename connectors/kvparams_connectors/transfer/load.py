@@ -2,8 +2,8 @@
 
 Three portions are on their way at a time: while one is written, the next is verified and the one behind it read.
 
-Invariant: it stops at the first page that is missing or not what was asked for, and at the moment when nobody waits any
-more; whatever was written before is a good prefix.
+A load stops at the first page that is missing or not the requested one, and when its caller waits no more. Everything
+that was written before is a good prefix.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,16 +63,16 @@ class LoadOperation:
         end_token: int,
         fence: DeviceEvent | None,
     ) -> None:
-        """Creates a `LoadOperation`.
+        """Selects the pages of the load; nothing is read yet.
 
         Args:
-            gear: the connector's.
-            checks: where pages are verified.
-            plan: the sequence's.
-            block_ids: its block table from token 0.
-            start_token: the first position to write.
-            end_token: the position behind the last one to write.
-            fence: of the engine's stream; blocks are written after it.
+            gear: the connector's store, arena and settings.
+            checks: the threads that verify pages.
+            plan: the pages of the sequence.
+            block_ids: the block table of the sequence, from token 0.
+            start_token: the first position to write, in tokens.
+            end_token: the position after the last one to write.
+            fence: an event of the engine's stream; blocks are written after it. None: there is no stream.
         """
         self._gear, self._checks = gear, checks
         self._plan = plan

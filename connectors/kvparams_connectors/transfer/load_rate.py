@@ -20,11 +20,11 @@ class LoadRate:
     """A moving average of how fast loads are, and what follows from it. Any thread may use it."""
 
     def __init__(self, recompute_tokens_per_s: float | None, store_bytes_per_s: float | None) -> None:
-        """Creates a `LoadRate`.
+        """Begins without a measurement.
 
         Args:
-            recompute_tokens_per_s: None: every load is worth it.
-            store_bytes_per_s: what to assume until something has been measured; None: nothing.
+            recompute_tokens_per_s: the engine's prefill speed, in tokens per second; None: every load is worthwhile.
+            store_bytes_per_s: the assumed speed of loads until one was measured, in bytes per second; None: unknown.
         """
         self._recompute = recompute_tokens_per_s
         self._rate = store_bytes_per_s

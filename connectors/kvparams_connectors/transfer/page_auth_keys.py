@@ -28,9 +28,9 @@ def read_page_auth_keys(path: Path, method: PageAuthMethod = "aes-256-gmac") -> 
     except OSError as error:
         raise PageAuthError(f"the keys in {path} cannot be read: {error.strerror or 'failed'}") from error
     if mode & S_IWOTH:
-        raise PageAuthError(f"everybody may write {path}, and so the store: chmod 600 {path}")
+        raise PageAuthError(f"all users can write {path}, and so forge pages; run: chmod 600 {path}")
     if len(raw) > _MAX_BYTES:
-        raise PageAuthError(f"{path} is longer than {_MAX_BYTES} bytes: it is no key file")
+        raise PageAuthError(f"{path} is not a key file: it is longer than {_MAX_BYTES} bytes")
     try:
         return PageAuthKeys.parse(raw.decode("ascii", "replace"), method)
     except PageAuthError as error:

@@ -1,7 +1,6 @@
 """Batches of pages cut into portions, a few of them on their way to or from a store at a time.
 
-Invariant: a slot is given back when it has been looked at and the store has let go of it, whatever became of the wait
-and of whoever waits.
+A slot is given back when it has been examined and the store no longer uses it, even if the caller no longer waits.
 """
 
 from collections import deque

@@ -1,7 +1,7 @@
 """Saves pages: copies them out of the blocks in portions, and seals and puts earlier portions meanwhile.
 
-Invariant: when `start` has returned, nothing reads the blocks any more (on a device: nothing that the engine launches
-afterwards can change what is read); and a slot goes back only when neither a copy nor the store uses it.
+When `start` has returned, nothing reads the blocks any more (on a device: no work that the engine launches afterwards
+can change the bytes that are read). A slot is given back only when neither a copy nor the store uses it.
 """
 
 import threading
@@ -63,14 +63,14 @@ class SaveOperation:
         pages: Sequence[int],
         ended: Callable[[SaveReport], None],
     ) -> None:
-        """Creates a `SaveOperation`.
+        """Asks the store which of the pages it has; `start` copies the others.
 
         Args:
-            gear: the connector's.
-            lane: where portions are sealed and given to the store.
-            plan: the sequence's.
-            pages: indexes of the pages to save.
-            ended: is told the report when everything has ended, before the job is done.
+            gear: the connector's store, arena and settings.
+            lane: the threads that seal portions and put them into the store.
+            plan: the pages of the sequence.
+            pages: the indexes of the pages to save.
+            ended: called with the report when all work has ended, before the job is done.
         """
         deadline_s = gear.settings.deadline_s
         self._gear, self._lane, self._plan, self._pages, self._ended = gear, lane, plan, pages, ended

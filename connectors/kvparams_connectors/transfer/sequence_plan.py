@@ -1,8 +1,8 @@
 """Defines what a sequence is to a store: its pages, their parts and the parts' keys.
 
 A part of a page is what it holds of one unit of the grid (`shard_grid.py`); an engine without a grid has one part per
-page. Pure: nothing is asked or moved. Invariant: keys are derived from token ids, here; what a request says about keys
-is a promise or a limit, never an address.
+page. Pure: nothing is asked or moved. Keys are derived here, from token ids. A request's statement about keys is a
+promise or a limit, never an address.
 """
 
 from collections.abc import Iterable, Sequence

@@ -5,8 +5,8 @@ The units do not depend on who stores them.
 A page is stored in parts, one for each unit, and a part's key names its unit (the spec's section 10). An engine under
 tensor or pipeline parallelism holds a rectangle of the model; it stores the units that lie inside and loads those that
 it touches. Engines of any parallelism thus share a store if they use one grid. Engines of different grids share
-nothing, and take no harm: their keys differ. Pure. Invariant: the grid is counted over the whole model, from layer 0
-and head 0 on, never from what one rank holds.
+nothing, and take no harm: their keys differ. Pure. The grid is counted over the whole model, from layer 0 and head 0
+on, never from the part that one rank holds.
 """
 
 import math

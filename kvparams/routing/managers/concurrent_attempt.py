@@ -1,6 +1,6 @@
 """Both legs at once: one attempt, of engines that meet.
 
-Invariant: decode's answer is held until prefill is known to be good, which the executor sees to.
+The executor holds decode's answer until prefill is known to be good.
 """
 
 from collections.abc import Generator, Mapping

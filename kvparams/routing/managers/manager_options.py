@@ -58,7 +58,7 @@ class ManagerOptions:
         """
         for name in self._given:
             known = f"; known: {', '.join(self._known)}" if self._known else ""
-            raise ValueError(f"{name[:64]!r} is no option of it{known or ', it has none'}")
+            raise ValueError(f"{name[:64]!r} is not an option of this mode{known or '; it has no options'}")
 
     def _take(self, name: str, default: object) -> object:
         self._known.append(name)

@@ -79,10 +79,10 @@ class ModeSelector:
         order = sorted(self.active, key=lambda each: -each.mode.priority)
         always = next((place for place, each in enumerate(order) if each.mode.when == _ALWAYS), None)
         if always is None:
-            raise ValueError("one mode must be for every request: name one without `when`")
+            raise ValueError("one mode must be for all requests: add one without `when`")
         if always != len(order) - 1:
             never = order[always + 1].mode.use
-            raise ValueError(f"{never} is never taken: {order[always].mode.use} before it is for every request")
+            raise ValueError(f"{never} is never used, because {order[always].mode.use} before it is for all requests")
         self._order = order
         self._sole = order[0].manager if len(order) == 1 else None
 

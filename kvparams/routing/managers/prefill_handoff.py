@@ -112,7 +112,7 @@ def _check(result: KVTransferParams, request_id: str, transfer: str, attempt: in
     if result.phase != "prefill_result" or result.mode != mode:
         raise HandoffMissing(f"the prefill engine answered with {result.phase}, {result.mode}")
     if result.request_id != request_id or named.id != transfer or named.attempt != attempt:
-        raise HandoffMissing("the prefill engine answered with the document of another request or try")
+        raise HandoffMissing("the prefill engine answered with the document of another request or attempt")
 
 
 def _handed_on(result: KVTransferParams, version: str, passed_s: float) -> dict[str, object]:

@@ -172,7 +172,7 @@ class PrefillThenDecode:
             if now_s >= kv.until_s:  # the KV has been given up, by a moment
                 state.release_decode()
                 if not context.may_retry():
-                    raise LegFailed("the KV was given up before a decode engine had room", another=False)
+                    raise LegFailed("the KV expired before a decode engine had room", another=False)
                 return False
             state.decode = None  # its leg gives it back
             params = self._documents.leg_changes(

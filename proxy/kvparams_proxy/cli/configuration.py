@@ -91,7 +91,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     tokenizers = _tokenizers(options, problems)
     entries = (*given, *(() if provider is None else provider.document.entries))
     if not (entries or provider or admin or problems):
-        problems.add("", "no engine is given; name at least one --prefill URL and one --decode URL, or --config FILE")
+        problems.add("", "no engine is given; add --prefill URL and --decode URL, or --config FILE")
     policy, notes = _policy(options, tokenizers)
     problems.raise_if_any()
     settings = _make_settings(
@@ -109,7 +109,9 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     server = _server_settings(options, tls, notes)
     secrets = dict.fromkeys((options.admin_token_file, rules.credential_sources.key_file))
     notes += [
-        f"{path} can be read by others: chmod 600 {path}" for path in secrets if path and is_accessible_by_others(path)
+        f"other users can read {path}; run: chmod 600 {path}"
+        for path in secrets
+        if path and is_accessible_by_others(path)
     ]
     notes += [f"left out: {error}" for error in load_tables_and_errors()[1]]
     return Configuration(settings, options.host, options.port, server, entries, (*static.notes, *notes))
@@ -186,7 +188,7 @@ def _server_settings(options: ProxyOptions, tls: ssl.SSLContext | None, notes: l
     """Makes the settings of the HTTP server, and notes where too few files may be open."""
     files = descriptor_limit()
     if (wanted := descriptors_for(options.max_connections or 1)) > files:
-        notes.append(f"--max-connections needs {wanted} open files, and {files} are allowed: see ulimit -n")
+        notes.append(f"--max-connections needs {wanted} open files, but the limit is {files}; raise it with ulimit -n")
     return ServerSettings(
         connections=ConnectionLimits(
             options.max_connections or connections_for(files),
@@ -256,7 +258,7 @@ def _selector(role: Role, text: str, problems: ConfigProblems) -> LabelSelector:
         try:
             check_label(label, value)
         except ValueError:
-            problems.add(f"--{role}-labels", "must be label=value, several separated by commas")
+            problems.add(f"--{role}-labels", "must be LABEL=VALUE; separate several by commas")
             return {}
         wanted[label] = wanted.get(label, frozenset()) | {value}
     return wanted
@@ -286,11 +288,11 @@ def _entries(
                     store=default_store(rules.connector, rules),
                 )
             except ValueError as error:
-                problems.add(f"--{role}, the {number + 1}. time", f"[NAME=]URL {error}")
+                problems.add(f"--{role} number {number + 1}", f"[NAME=]URL {error}")
             else:
                 entries.append(entry)
     for name in bootstraps:
-        problems.add("--bootstrap", f"no --prefill engine is called {name[:64]!r}")
+        problems.add("--bootstrap", f"there is no --prefill engine with the name {name[:64]!r}")
     for document in static.documents:
         entry = parse_spec(document, "--static-backends", rules, problems)
         if entry is not None:
@@ -306,7 +308,7 @@ def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: Confi
         try:
             found[check_id(name)] = check_url(url)
         except ValueError:
-            problems.add("--bootstrap", "must be NAME=http://host:port, NAME that of a --prefill engine")
+            problems.add("--bootstrap", "must be NAME=http://host:port, where NAME is the name of a --prefill engine")
     if found:
         try:
             check_bootstrap_allowed(Role.PREFILL, rules.connector, rules)
@@ -318,7 +320,7 @@ def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: Confi
 def _admin(options: ProxyOptions, problems: ConfigProblems) -> Secret | None:
     path, variable = options.admin_token_file, options.admin_token_env
     if path is not None and variable is not None:
-        problems.add("--admin-token-env", "--admin-token-file is given too; name one of them")
+        problems.add("--admin-token-env", "excludes --admin-token-file; give only one of them")
         return None
     try:
         if path is not None:
@@ -348,7 +350,7 @@ def _signing(options: ProxyOptions, problems: ConfigProblems) -> SigningSettings
     if path is None and audience is None:
         return None
     if path is None or audience is None:
-        problems.add("--sign-with, --audience", "signed documents need both")
+        problems.add("--sign-with, --audience", "signed documents need both options")
         return None
     signing = SigningSettings(path, audience)
     try:
@@ -392,8 +394,8 @@ def _policy(options: ProxyOptions, tokenizers: TokenizersByModel) -> tuple[str, 
     if options.policy is not None or not tokenizers:
         return options.policy or "round_robin", []
     if any(find_spec(name) is None for name in ("numpy", "msgspec")):
-        return "round_robin", ["policy round_robin; for cache_aware: pip install 'kvparams[proxy,index]'"]
-    return "cache_aware", ["policy cache_aware, since prompts get token ids; --policy names another one"]
+        return "round_robin", ["the policy is round_robin; for cache_aware: pip install 'kvparams[proxy,index]'"]
+    return "cache_aware", ["the policy is cache_aware because there is a --tokenizer; --policy chooses another one"]
 
 
 def _check_keys(path: Path | None, problems: ConfigProblems) -> None:

@@ -54,7 +54,10 @@ async def ask_engine(instance: Instance, pool: UpstreamConnectionPool) -> tuple[
             "error", instance.id, f"({declared}) does not answer at {instance.url}: {error.reason}"
         ), None
     if head.status in (401, 403):
-        said = f"({declared}) refuses the proxy's credentials ({head.status}); see key_file and --engine-key-file"
+        said = (
+            f"({declared}) refuses the proxy's API key ({head.status}); set `key_file` of the instance or "
+            "--engine-key-file"
+        )
         return CheckFinding("error", instance.id, said), None
     said = _object(raw) if head.status == 200 else {}
     try:
@@ -63,7 +66,7 @@ async def ask_engine(instance: Instance, pool: UpstreamConnectionPool) -> tuple[
         return CheckFinding("error", instance.id, f"({declared}) {none}"), None
     models = _models(said)
     if not models:
-        said = f"({declared}) answers, and does not say which models it serves (GET /v1/models: {head.status})"
+        said = f"({declared}) answers, but does not name its models (GET /v1/models: {head.status})"
         return CheckFinding("warning", instance.id, said), EngineInfo(None, 2 * PROMPT_TOKENS)
     name, longest = next(iter(models.items()))
     return CheckFinding("ok", instance.id, f"({declared}) answers and serves {', '.join(models)}"), EngineInfo(
@@ -84,8 +87,8 @@ async def ask_bootstrap(instance: Instance, server: BootstrapServer) -> tuple[Ch
     finally:
         server.close()
     if place is None:
-        return CheckFinding("error", instance.id, f"{why}; see --bootstrap, or `bootstrap` in its entry"), None
-    return CheckFinding("ok", instance.id, "its bootstrap server says who it is"), place
+        return CheckFinding("error", instance.id, f"{why}; set --bootstrap, or `bootstrap` of the instance"), None
+    return CheckFinding("ok", instance.id, "its bootstrap server knows the engine"), place
 
 
 async def fetch(

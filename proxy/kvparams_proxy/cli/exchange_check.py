@@ -72,7 +72,7 @@ async def check_exchange(sharing: SharingSettings, policy: str) -> AsyncGenerato
 
 
 class _Heard:
-    """What was heard."""
+    """Collects the messages that are heard."""
 
     def __init__(self, authenticator: MessageAuthenticator) -> None:
         self._authenticator = authenticator

@@ -12,12 +12,12 @@ from urllib.request import Request, urlopen
 __all__ = ["COMMAND"]
 
 _EXAMPLE: Final = """
-example, of a request in a file and of a prompt:
+Examples, for a request in a file and for a prompt:
 
   kvparams explain-route http://127.0.0.1:8100 --admin-token-file token --request body.json
   kvparams explain-route http://127.0.0.1:8100 --admin-token-file token --model llama --prompt "Who is there?"
 
-The proxy must have an admin API (--admin-token-file) and a policy that looks at caches (cache_aware). No leg is sent.
+The proxy must have an admin API (--admin-token-file) and the policy cache_aware. No request is sent to an engine.
 """
 _TIMEOUT_S: Final = 30.0
 _MOST_BYTES: Final = 16 << 20
@@ -26,19 +26,23 @@ _MOST_BYTES: Final = 16 << 20
 class ExplainRouteCommand:
     """See `kvparams.cli.Command`."""
 
-    summary = "Say where a running proxy would send a request, and why."
+    summary = "Show to which engine a running proxy would send a request, and why."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds the arguments for the proxy's URL and the request to explain."""
         parser.epilog = _EXAMPLE
-        parser.add_argument("proxy", metavar="URL", help="of the proxy, http://host:port")
-        parser.add_argument("--request", metavar="FILE", help="the body of a request; - is stdin")
-        parser.add_argument("--prompt", help="in place of --request: a prompt of text")
-        parser.add_argument("--model", help="... for this model")
+        parser.add_argument("proxy", metavar="URL", help="the URL of the proxy, http://host:port")
+        parser.add_argument(
+            "--request", metavar="FILE", help="a file with the body of a request; - reads standard input"
+        )
+        parser.add_argument("--prompt", help="the text of a prompt, instead of --request")
+        parser.add_argument("--model", help="the model, with --prompt")
         parser.add_argument("--path", default="/v1/completions", help="the endpoint (default: /v1/completions)")
-        parser.add_argument("--tenant", help="whose request it would be, where clients have keys")
-        parser.add_argument("--admin-token-file", required=True, metavar="FILE", help="the proxy's")
-        parser.add_argument("--json", action="store_true", help="print the proxy's answer as it is")
+        parser.add_argument("--tenant", help="the tenant of the request, if the proxy has client keys")
+        parser.add_argument(
+            "--admin-token-file", required=True, metavar="FILE", help="the file with the proxy's admin token"
+        )
+        parser.add_argument("--json", action="store_true", help="print the proxy's answer as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Asks the proxy and prints its answer."""
@@ -93,11 +97,12 @@ def _words(found: dict[str, Any]) -> str:
         lines.append(f"{mark:2}{one['id']:24}{one['cached']:>8}{one['fetched']:>9}{times}{whose}")
     ids = found["ids"]
     if ids is None:
-        lines += ["", "its token ids are not known (--tokenizer): engines are chosen by load"]
+        lines += ["", "its token ids are unknown, so engines are chosen by load; give the proxy a --tokenizer"]
     else:
-        lines += ["", f"{found['tokens']} tokens, ids by {ids}"]
+        lines += ["", f"{found['tokens']} tokens, with ids from {ids}"]
     if found["alarm"]:
-        lines += [f"WARNING: of what was expected to be cached lately only {100 * found['accuracy']:.0f} % were"]
+        share = f"{100 * found['accuracy']:.0f} %"
+        lines += [f"WARNING: only {share} of the tokens that were predicted to be cached were cached"]
     return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
 """`kvparams proxy --check` checks that every engine matches its entry, and that KV gets from prefill to decode.
 
 Each engine is asked what it serves, each bootstrap server who its engine is; then one small request goes through each
-pair of engines, by the same plan as a client's, and decode is asked where it had the prompt from. Invariant: nothing is
-guessed. An engine that does not tell is reported as one that does not tell.
+pair of engines, by the same plan as a client's, and decode is asked where it had the prompt from. Nothing is guessed:
+an engine that does not answer a question is reported as such.
 """
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -57,7 +57,10 @@ async def check_fleet(
             known[instance] = found
         for prefill, decode in _pairs(list(engines)):
             if decode is None:
-                said = f"no decode engine has the connector {prefill.dialect}: nothing could be handed on"
+                said = (
+                    f"no decode engine has the connector {prefill.dialect}, so no engine could fetch its KV; "
+                    "correct `connector`, or add a decode engine"
+                )
                 yield CheckFinding("error", prefill.id, said)
             elif prefill in known and decode in known:
                 trial = PairTrial(engines, dialects, places, prefill, decode, known, signer, pins)

@@ -12,13 +12,13 @@ from kvparams_proxy.requests.api_keys_file import APIKeysError, create_api_key, 
 __all__ = ["COMMAND"]
 
 _EXAMPLE: Final = """
-example:
+Example:
 
   kvparams keys create keys.jsonl --tenant acme --expires 90d
   kvparams keys list keys.jsonl
   kvparams keys revoke keys.jsonl 3f9a0c41d2e7
 
-A key is shown once, when it is made; the file holds hashes only. A running proxy notices changes by itself.
+A key is shown only once, when it is made, because the file holds hashes. A running proxy reads changes by itself.
 """
 _DAYS: Final = re.compile(r"([1-9][0-9]{0,4})d")
 
@@ -32,16 +32,26 @@ class KeysCommand:
         """Adds one subcommand for each action."""
         parser.epilog = _EXAMPLE
         actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-        create = actions.add_parser("create", help="make a key; it is printed once")
-        create.add_argument("file", type=Path, help="the keys file; made if it is not there")
-        create.add_argument("--tenant", required=True, help="whose key it is")
-        create.add_argument("--priority", type=int, default=0, help="of its requests in the queue (default: 0)")
-        create.add_argument("--expires", type=_expiry, metavar="WHEN", help="90d, or 2027-01-31; never if left out")
-        listing = actions.add_parser("list", help="show the keys: ids, tenants, dates")
+        create = actions.add_parser("create", help="make a key and print it once")
+        create.add_argument("file", type=Path, help="the keys file; it is created if it does not exist")
+        create.add_argument("--tenant", required=True, help="the tenant that the key belongs to")
+        create.add_argument(
+            "--priority",
+            type=int,
+            default=0,
+            help="the priority of the key's requests in the queue; higher goes first (default: 0)",
+        )
+        create.add_argument(
+            "--expires",
+            type=_expiry,
+            metavar="WHEN",
+            help="when the key expires, as 90d or 2027-01-31 (default: never)",
+        )
+        listing = actions.add_parser("list", help="show the ids, tenants and dates of the keys")
         listing.add_argument("file", type=Path, help="the keys file")
-        revoke = actions.add_parser("revoke", help="take a key away")
+        revoke = actions.add_parser("revoke", help="revoke a key")
         revoke.add_argument("file", type=Path, help="the keys file")
-        revoke.add_argument("id", help="the key's id, as `list` shows it")
+        revoke.add_argument("id", help="the id of the key, as `list` shows it")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Runs the chosen action."""

@@ -145,31 +145,30 @@ class PairTrial:
         except StopIteration:
             pass
         except HandoffRefused as refused:
-            said = f"{refused.detail}: declare it with `addresses`, or correct what the engine says of itself"
+            said = f"{refused.detail}; declare it with `addresses`, or correct the engine's own setting"
             return CheckFinding("error", self._who, said)
         except HandoffMissing as missing:
             return CheckFinding("error", self._who, str(missing))
         except LegFailed as failure:
             return CheckFinding("error", self._who, str(failure))
         except KVParamsError as error:
-            said = f"the prefill engine's answer is not what the protocol asks for: {error}"
+            said = f"the prefill engine's answer breaks the protocol: {error}"
             return CheckFinding("error", self._who, said)
         loaded = _loaded(self._said)
         if loaded is None:
             loaded = await self._counted(before)
         if loaded is None:
             return CheckFinding(
-                "warning", self._who, f"{decode.id} answers, and does not tell where it had the prompt from"
+                "warning", self._who, f"{decode.id} answers, but does not report whether it loaded the prompt's KV"
             )
         if loaded <= 0:
             said = (
-                f"{decode.id} computed the whole prompt itself: the KV of {self._pair[Role.PREFILL].id} did not reach "
-                f"it; is the connector of both really what {decode.dialect} stands for, with settings that agree?"
+                f"{decode.id} computed the whole prompt itself: it did not get the KV of "
+                f"{self._pair[Role.PREFILL].id}. Check that both engines run the connector {decode.dialect} with "
+                "equal settings"
             )
             return CheckFinding("error", self._who, said)
-        return CheckFinding(
-            "ok", self._who, f"{loaded} of {len(self._prompt)} prompt tokens came from outside the engine"
-        )
+        return CheckFinding("ok", self._who, f"{decode.id} loaded {loaded} of {len(self._prompt)} prompt tokens")
 
     async def _both(self, pair: LegPair) -> LegResult:
         legs = [asyncio.ensure_future(self._leg(leg)) for leg in (pair.prefill, pair.decode)]

@@ -50,23 +50,27 @@ class StaticFleet(NamedTuple):
 def add_production_stack_flags(parser: argparse.ArgumentParser) -> None:
     """Adds production-stack's flags to the parser."""
     group = parser.add_argument_group(
-        "names of vLLM production-stack's router",
-        "Its command line for disaggregated prefill with static discovery works here unchanged, on its port "
-        f"{DEFAULT_HOST}:{DEFAULT_PORT} where it names none.",
+        "options of vLLM production-stack's router",
+        "The router's command line for disaggregated prefill with static discovery works here unchanged. The "
+        f"default address is then the router's, {DEFAULT_HOST}:{DEFAULT_PORT}.",
     )
-    group.add_argument("--static-backends", metavar="URLS", help="the engines, separated by commas")
-    group.add_argument("--static-models", metavar="NAMES", help="taken, not used: engines are asked what they serve")
+    group.add_argument("--static-backends", metavar="URLS", help="the URLs of the engines, separated by commas")
     group.add_argument(
-        "--static-model-labels", metavar="LABELS", help=f"the label `{MODEL_LABEL}` of each engine, in order"
+        "--static-models", metavar="NAMES", help="accepted and ignored, because engines are asked for their models"
+    )
+    group.add_argument(
+        "--static-model-labels",
+        metavar="LABELS",
+        help=f"the label `{MODEL_LABEL}` of each engine, in the order of --static-backends",
     )
     for role in _ROLES:
         group.add_argument(
             f"--{role}-model-labels",
             metavar="LABELS",
-            help=f"engines without a role are {role} if their label `{MODEL_LABEL}` is one of these",
+            help=f"the values of the label `{MODEL_LABEL}` that make an engine a {role} engine",
         )
     group.add_argument("--service-discovery", metavar="KIND", help="only static")
-    group.add_argument("--routing-logic", metavar="NAME", help=f"only {' and '.join(_DISAGGREGATED)}")
+    group.add_argument("--routing-logic", metavar="NAME", help=f"must be {' or '.join(_DISAGGREGATED)}")
     for name, valued in _MEANINGLESS.items():
         if valued:
             group.add_argument(f"--{name}", help=argparse.SUPPRESS)
@@ -79,13 +83,15 @@ def read_production_stack_flags(arguments: argparse.Namespace, problems: ConfigP
     given: dict[str, str | bool] = {
         name.replace("_", "-"): value for name, value in vars(arguments).items() if value not in (None, False)
     }
-    notes = [f"--{name} is not needed here" for name in _MEANINGLESS if name in given]
+    notes = [f"--{name} is ignored" for name in _MEANINGLESS if name in given]
     kind = given.get("service-discovery", "static")
     if kind != "static":
-        problems.add("--service-discovery", f"{kind!r} is not there yet; name engines in --static-backends or --config")
+        problems.add(
+            "--service-discovery", f"{kind!r} is not supported; give the engines with --static-backends or --config"
+        )
     logic = given.get("routing-logic", _DISAGGREGATED[1])
     if logic not in _DISAGGREGATED:
-        problems.add("--routing-logic", f"must be {' or '.join(_DISAGGREGATED)}; see --policy for who runs a leg")
+        problems.add("--routing-logic", f"must be {' or '.join(_DISAGGREGATED)}; choose a routing policy with --policy")
     elif logic == _DISAGGREGATED[0]:
         notes.append("--routing-logic disaggregated_prefill: the engines' KV connector must be the one in --connector")
     selectors: dict[Role, LabelSelector] = {
@@ -100,14 +106,17 @@ def read_production_stack_flags(arguments: argparse.Namespace, problems: ConfigP
     models = _list("static-models", given, problems)
     for name, values in (("static-model-labels", labels), ("static-models", models)):
         if values and len(values) != len(urls):
-            problems.add(f"--{name}", f"has {len(values)} values for {len(urls)} in --static-backends")
+            problems.add(f"--{name}", f"has {len(values)} values for {len(urls)} backends in --static-backends")
     if not labels:
-        problems.add("--static-model-labels", "is missing: nothing says which backends are prefill and which decode")
+        problems.add(
+            "--static-model-labels",
+            "is missing; it says which backends are prefill engines and which are decode engines",
+        )
     known = {label for selector in selectors.values() for label in selector[MODEL_LABEL]}
     documents: list[Mapping[str, object]] = []
     for number, (url, label) in enumerate(zip(urls, labels, strict=False)):
         if selectors and label not in known:
-            notes.append(f"the backend {number} has the label {label!r}, which is neither prefill nor decode; unused")
+            notes.append(f"backend {number} is not used: its label {label!r} is neither prefill nor decode")
         else:
             documents.append({"id": f"static-{number}", "url": url, "labels": {MODEL_LABEL: label}})
     return StaticFleet(tuple(documents), selectors, tuple(notes))
@@ -119,5 +128,5 @@ def _list(name: str, given: Mapping[str, str | bool], problems: ConfigProblems) 
         return []
     values = [value.strip() for value in text.split(",")]
     if not all(values):
-        problems.add(f"--{name}", "has an empty place between its commas")
+        problems.add(f"--{name}", "has an empty value between two commas")
     return values

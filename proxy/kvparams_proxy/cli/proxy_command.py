@@ -33,26 +33,26 @@ __all__ = ["COMMAND", "add_fleet_flags", "add_option_flags", "load_configuration
 _STDERR: Final = 2
 _GRADES: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
 _EXAMPLE: Final = """
-example, two prefill and two decode engines that speak vLLM's NIXL connector:
+Example with two prefill and two decode engines that use vLLM's NIXL connector:
 
   kvparams proxy --prefill http://10.0.0.1:8000 --prefill http://10.0.0.2:8000 \\
                  --decode  http://10.0.0.3:8000 --decode  http://10.0.0.4:8000
 
-the same from a file, which may be changed while the proxy runs (examples/fleet.yaml shows all of it):
+The same from a file, which may change while the proxy runs (examples/fleet.yaml shows all settings):
 
   kvparams proxy --config fleet.yaml --admin-token-file token
 
-  proxy: {port: 8100, prefill-requests: 64}      # flags from `where to listen` on; read at the start
+  proxy: {port: 8100, prefill-requests: 64}      # options from `where to listen` on; read only at the start
   instances:
     - {id: p0, url: "http://10.0.0.1:8000", role: prefill}
     - {id: d0, url: "http://10.0.0.3:8000", role: decode}
 
-whether the engines are what was declared, and KV gets from one to the other:
+To check that the engines match their declarations and that KV gets from prefill to decode:
 
   kvparams proxy --config fleet.yaml --check
 
-then send OpenAI requests to http://127.0.0.1:8100/v1/completions or /v1/chat/completions.
-Also served: /v1/models, /health (503 while a role is missing), /metrics, and with a token /admin:
+Then send OpenAI requests to http://127.0.0.1:8100/v1/completions or /v1/chat/completions.
+The proxy also serves /v1/models, /health (503 while a role has no engine), /metrics, and with a token /admin:
 
   curl -H "Authorization: Bearer $(cat token)" http://127.0.0.1:8100/admin/instances
 """
@@ -61,7 +61,7 @@ Also served: /v1/models, /health (503 while a role is missing), /metrics, and wi
 class ProxyCommand:
     """See `kvparams.cli.Command`."""
 
-    summary = "Put a proxy in front of prefill and decode engines."
+    summary = "Run a proxy in front of prefill and decode engines."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds an argument for each setting, and those that name engines."""
@@ -73,7 +73,8 @@ class ProxyCommand:
                 action="append",
                 default=[],
                 metavar="[NAME=]URL",
-                help=f"a {role} engine, http://host:port; repeat it for each (default names: {role}-0, {role}-1, ...)",
+                help=f"the URL of an engine with the role {role}, http://host:port; repeat the option for each "
+                f"engine (default names: {role}-0, {role}-1, ...)",
             )
         add_fleet_flags(engines)
         add_option_flags(parser)
@@ -86,7 +87,7 @@ class ProxyCommand:
             return 2
         needed = sorted(ActiveModes(asked.settings.modes).roles)
         missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
-        notes = [f"no {role} engine is given: requests will be answered 503 until there is one" for role in missing]
+        notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
         return run_server("proxy", asked, notes, check=arguments.check)
 
 
@@ -95,50 +96,51 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignor
     group.add_argument(
         "--config",
         metavar="FILE",
-        help="engines and settings in YAML; its engines are followed while the proxy runs",
+        help="a YAML file with engines and settings; the proxy follows changes of its engines while it runs",
     )
     known = ", ".join(routable_dialect_names())
     group.add_argument(
         "--connector",
         default="nixl",
         metavar="NAME",
-        help=f"the KV connector of engines that name none: {known} (default: nixl)",
+        help=f"the KV connector of engines that have none in the file: {known} (default: nixl)",
     )
     group.add_argument(
         "--bootstrap",
         action="append",
         default=[],
         metavar="NAME=URL",
-        help="where the bootstrap server of the prefill engine NAME is, for connectors that have one: mooncake "
-        "(default: on the engine's host, port 8998)",
+        help="the URL of the bootstrap server of the prefill engine NAME, for connectors that use one, such as "
+        "mooncake (default: the engine's host, port 8998)",
     )
     group.add_argument(
         "--engine-address",
         action="append",
         default=[],
         metavar="ADDRESS",
-        help="where engines that name no addresses may say that they are, beside the host of their URL: a host, "
-        "host:port or a network such as 10.1.0.0/16",
+        help="another address at which engines may offer their KV, besides the host of their URL: a host, "
+        "host:port or a network such as 10.1.0.0/16. It holds for engines without `addresses` in the file",
     )
     for role in Role:
         group.add_argument(
             f"--{role}-labels",
             metavar="LABEL=VALUE",
-            help=f"engines without a role are {role} if they have this label; several separated by commas",
+            help=f"the labels that give an engine without a role the role {role}; separate several by commas",
         )
     group.add_argument(
-        "--engine-key-file", metavar="FILE", help="holds the API key that engines want, where they name none"
+        "--engine-key-file", metavar="FILE", help="a file with the API key for engines that have none in the file"
     )
     group.add_argument(
         "--engine-ca",
         metavar="FILE",
-        help="PEM: who may vouch for https engines, where they name nobody (default: whom the system trusts)",
+        help="a PEM file of the authorities that may have issued the certificates of https engines, for engines "
+        "that have none in the file (default: those of the system)",
     )
     group.add_argument(
         "--check",
         action="store_true",
-        help="ask each engine whether it is what is declared, send one small request through each pair, say what "
-        "was found and end (status 1 if something is wrong); best while nobody else uses the engines",
+        help="check the engines and exit: compare each engine with its declaration, and send one small request "
+        "through each pair. The exit status is 1 if a check fails. Run it while the engines are idle",
     )
 
 
@@ -212,7 +214,7 @@ async def _check(command: str, asked: Configuration) -> int:
             errors += grade == "error"
             print(f"{_GRADES[grade]} {who}: {said}", flush=True)
     if errors:
-        print(f"kvparams {command}: {errors} {'thing is' if errors == 1 else 'things are'} wrong", file=sys.stderr)
+        print(f"kvparams {command}: {errors} {'check' if errors == 1 else 'checks'} failed", file=sys.stderr)
     return 1 if errors else 0
 
 

@@ -46,14 +46,17 @@ def load_broker_url(text: str) -> Secret:
     """
     if text.startswith(("amqp://", "amqps://")):
         if urlsplit(text).password is not None:
-            raise ValueError("a password in it could be read by everybody: put the URL into a file, and name that")
+            raise ValueError(
+                "a password on the command line is visible to other users; put the URL into a file, and give the "
+                "file's path"
+            )
         return Secret(text)
     try:
         found = secret_from_file(Path(text))
     except SecretError as error:
-        raise ValueError(f"must be amqp://host:port/vhost, amqps://..., or a file that holds it: {error}") from error
+        raise ValueError(f"must be amqp://host:port/vhost, amqps://..., or a file with such a URL: {error}") from error
     if not found.reveal().startswith(("amqp://", "amqps://")):
-        raise ValueError(f"{text} holds no amqp:// or amqps:// URL")
+        raise ValueError(f"{text} does not hold an amqp:// or amqps:// URL")
     return found
 
 
@@ -81,10 +84,10 @@ def run_queue_sidecar(arguments: argparse.Namespace, role: Role, remote: Role) -
         ValueError: what is asked for does not go together.
     """
     if getattr(arguments, remote) or arguments.config is not None or arguments.check:
-        raise ValueError(f"it stands in place of --{remote} and --config, and there is no --check with it")
+        raise ValueError(f"cannot be combined with --{remote}, --config or --check")
     broker, pool = load_broker_url(arguments.broker), cast("str", arguments.pool)
     if _POOL.fullmatch(pool) is None:
-        raise ValueError("--pool is 1 to 64 letters, digits, - or _")
+        raise ValueError("--pool must be 1 to 64 letters, digits, - or _")
     asked = load_configuration("sidecar", arguments)
     if asked is None:
         return 2

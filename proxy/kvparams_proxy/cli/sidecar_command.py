@@ -18,40 +18,40 @@ __all__ = ["COMMAND"]
 
 _REMOTE: Final = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 _EXAMPLE: Final = """
-A sidecar stands before one engine and splits the work that comes to it: one leg runs on its engine, the other on a
-remote one. Clients and load balancers talk to sidecars, each as they would to an engine; a connection that is lost ends
-the work on both. Engines are reached by sidecars only: keep clients off their ports.
+A sidecar stands in front of one engine and splits each request: its engine does one part (prefill or decode), and a
+remote engine does the other. Clients and load balancers talk to the sidecar as they would to an engine. When a client
+disconnects, both engines stop its work. Only sidecars may reach the engines: keep clients off the engines' ports.
 
-beside a prefill engine; each answer comes from one of two decode engines:
+Beside a prefill engine, with two decode engines:
 
   kvparams sidecar --role prefill --engine http://127.0.0.1:8000 --port 8100 \\
                    --decode http://10.0.0.3:8000 --decode http://10.0.0.4:8000
 
-beside a decode engine, which has prompts computed elsewhere:
+Beside a decode engine, with a remote prefill engine:
 
   kvparams sidecar --role decode --engine http://127.0.0.1:8000 --port 8100 --prefill http://10.0.0.1:8000
 
-with a RabbitMQ in between, from which decode engines pull work when they have room, and KV in a store:
+With RabbitMQ in between, from which decode engines pull requests, and a store for the KV:
 
   kvparams sidecar --role prefill --engine http://127.0.0.1:8000 --port 8100 --connector store --broker amqp://broker
   kvparams sidecar --role decode  --engine http://127.0.0.1:8000 --port 8101 --connector store --broker amqp://broker
 
-all sidecars may follow one file of the whole fleet; each takes the engines of the other role from it:
+All sidecars may follow one file of the whole fleet; each uses the engines of the other role:
 
   kvparams sidecar --role prefill --engine p0=http://127.0.0.1:8000 --config fleet.yaml
 
-Engines tell each other where their KV is. Where --engine has another host than they say, such as 127.0.0.1, declare
-that: --engine-address 10.0.0.1. Whether KV gets through: --check.
+Engines tell each other the address of their KV. If that address has another host than --engine (such as 127.0.0.1),
+declare it: --engine-address 10.0.0.1. To check that KV gets through, use --check.
 
-Also served: /v1/models, /health (503 while the engine here or all remote ones are missing), /metrics, and with a token
-/admin, as by `kvparams proxy`; embeddings, /tokenize and the like are answered by the engine here.
+The sidecar also serves /v1/models, /health (503 while the engine here or all remote engines are missing), /metrics, and
+with a token /admin, as `kvparams proxy` does. The engine here answers embeddings, /tokenize and the like.
 """
 
 
 class SidecarCommand:
     """See `kvparams.cli.Command`."""
 
-    summary = "Put a proxy beside one engine: it prefills or decodes here, and the other leg runs elsewhere."
+    summary = "Run a proxy beside one engine, which prefills or decodes; a remote engine does the other part."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds the flags that name engines, and one for each setting of the proxy."""
@@ -62,29 +62,33 @@ class SidecarCommand:
             "--engine",
             required=True,
             metavar="[NAME=]URL",
-            help="the engine beside this sidecar, http://host:port",
+            help="the URL of the engine beside this sidecar, http://host:port",
         )
         group.add_argument(
             "--role",
             required=True,
             choices=[role.value for role in LOCAL_MANAGERS],
-            help="what this engine does of a request",
+            help="the part of a request that this engine does",
         )
         for local, role in _REMOTE.items():
             group.add_argument(
                 f"--{role}",
                 action="append",
                 metavar="[NAME=]URL",
-                help=f"a remote {role} engine, where the one here does {local}; repeat it for each",
+                help=f"the URL of a remote {role} engine, if the engine here does {local}; repeat the option for "
+                "each engine",
             )
         group.add_argument(
             "--broker",
             metavar="URL|FILE",
-            help="a RabbitMQ between prefill and decode, amqp://host:port, or a file with its URL where that has a "
-            "password: decode engines pull work when they have room (--decode-requests, default 16)",
+            help="the RabbitMQ between prefill and decode: amqp://host:port, or a file with its URL if that has a "
+            "password. Decode engines pull requests from it, as many as --decode-requests (default there: 16)",
         )
         group.add_argument(
-            "--pool", default="kvparams", metavar="NAME", help="... whose queues have this name (default: kvparams)"
+            "--pool",
+            default="kvparams",
+            metavar="NAME",
+            help="the name of the queues at the broker (default: kvparams)",
         )
         add_fleet_flags(group)
         add_option_flags(parser, without=("mode",))
@@ -95,7 +99,7 @@ class SidecarCommand:
         remote = _REMOTE[role]
         engine = cast("str", arguments.engine)
         if getattr(arguments, role):
-            return _refused(f"--{role}: the {role} engine here is --engine; remote engines are --{remote}")
+            return _refused(f"--{role}: give the {role} engine here as --engine, and remote engines as --{remote}")
         try:
             check_url(engine.rpartition("=")[2])
         except ValueError as error:
@@ -112,8 +116,8 @@ class SidecarCommand:
         )
         known = any(entry.role is remote for entry in asked.entries)
         if not (known or settings.providers or settings.admin_token):
-            return _refused(f"no {remote} engine is given; name at least one --{remote} URL, or --config FILE")
-        note = f"no {remote} engine is given: requests will be answered 503 until there is one"
+            return _refused(f"no {remote} engine is given; add --{remote} URL or --config FILE")
+        note = f"no {remote} engine is given; requests get a 503 until there is one"
         entries = tuple(entry for entry in asked.entries if entry.id == local.id or entry.role is not role)
         asked = asked._replace(settings=settings, entries=entries)
         return run_server("sidecar", asked, () if known else (note,), check=arguments.check)

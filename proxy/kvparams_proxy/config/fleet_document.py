@@ -37,10 +37,10 @@ _MAX_ERRORS: Final = 1000
 def _check_instances(value: object, info: ValidationInfo) -> tuple[InstanceSpec, ...]:
     """Returns the instances; ids, and URLs within a role, must be unique."""
     if not isinstance(value, list):
-        raise ValueError("must be a list, each an object with id, url and role")
+        raise ValueError("must be a list of objects with id, url and role")
     items = cast("list[object]", value)
     if len(items) > MAX_INSTANCES:
-        raise ValueError(f"{len(items)} of them; at most {MAX_INSTANCES} are accepted")
+        raise ValueError(f"has {len(items)} entries; at most {MAX_INSTANCES} are accepted")
     rules = _rules_with(info.data, rules_of(info))
     roles_are_known = {"roles", "defaults"} <= info.data.keys()  # one that is wrong is not there
     specs: list[InstanceSpec] = []
@@ -51,7 +51,7 @@ def _check_instances(value: object, info: ValidationInfo) -> tuple[InstanceSpec,
             break
         id = cast("dict[str, object]", item).get("id") if isinstance(item, dict) else None
         if isinstance(id, str) and (first := seen.setdefault(id, number)) != number:
-            errors.append(error_at((number, "id"), f"{id[:128]!r} is the id of instances[{first}] already"))
+            errors.append(error_at((number, "id"), f"{id[:128]!r} is already the id of instances[{first}]"))
         try:
             spec = InstanceEntry.model_validate(item, context=rules).to_spec(rules)
         except ValidationError as error:
@@ -62,7 +62,9 @@ def _check_instances(value: object, info: ValidationInfo) -> tuple[InstanceSpec,
             continue
         specs.append(spec)
         if (first := seen.setdefault((spec.role, spec.url), number)) != number:
-            errors.append(error_at((number, "url"), f"instances[{first}] is the same {spec.role} engine already"))
+            errors.append(
+                error_at((number, "url"), f"instances[{first}] is the same {spec.role} engine; remove one of them")
+            )
     if errors:
         raise ValidationError.from_exception_data("instances", errors)
     return tuple(specs)
@@ -83,14 +85,14 @@ class FleetFile(SettingsModel):
 
     proxy: Annotated[
         ProxyOptions,
-        Field(description="options of the groups below, by their names without dashes; read at the start only"),
+        Field(description="the options of the groups below, by their names without dashes; read only at the start"),
     ] = ProxyOptions()
     roles: Annotated[
         RolesSection,
-        Field(description="for each role, the labels by which an instance without `role` finds it"),
+        Field(description="for each role, the labels that give the role to an instance without `role`"),
     ] = RolesSection()
     defaults: Annotated[
-        DefaultsSection, Field(description="members that hold for every instance that does not set them")
+        DefaultsSection, Field(description="members for every instance that does not set them itself")
     ] = DefaultsSection()
     modes: Annotated[
         Modes | None,
@@ -110,7 +112,7 @@ class FleetFile(SettingsModel):
     def _check_one_mode(cls, modes: object, info: ValidationInfo) -> object:
         proxy = info.data.get("proxy")
         if proxy is not None and proxy.mode is not None:
-            raise ValueError("proxy.mode is given too; name one of them")
+            raise ValueError("excludes proxy.mode; give only one of them")
         return modes
 
 

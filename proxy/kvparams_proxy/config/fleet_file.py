@@ -86,7 +86,7 @@ class FleetFileProvider:
             registry.report_invalid(self.source, error.problems)
             return
         if document.settings != self.document.settings:
-            _log.warning("%s: what has changed under `proxy` holds from the next start on", self._path)
+            _log.warning("%s: changes under `proxy` take effect at the next start", self._path)
         before, self.document = self.document, document
         registry.spec_rules = document.rules
         if document.modes != before.modes:

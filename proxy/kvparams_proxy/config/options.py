@@ -42,13 +42,13 @@ def _check_log(value: object, info: ValidationInfo) -> str:
     except ValueError:
         path = None
     if path is None or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError("must be -, off or the path of a file that can be written")
+        raise ValueError("must be -, off, or the path of a file that can be written")
     return str(path)
 
 
 def _check_mode(value: object) -> ManagerMode:
     if not isinstance(value, str):
-        raise ValueError("must be a name, with options behind it where it has any: NAME,OPTION=VALUE")
+        raise ValueError("must be the name of a mode, with options if it needs any: NAME,OPTION=VALUE")
     return parse_mode_flag(value)
 
 
@@ -103,45 +103,45 @@ class _OptionGroup(SettingsModel):
 
     title: ClassVar[str] = ""
     names_elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        DefaultsSection.model_fields, "is not known here: it belongs under `defaults`, or to an instance"
+        DefaultsSection.model_fields, "is not an option of the proxy; it belongs under `defaults` or to an instance"
     )
 
 
 class _ListenOptions(_OptionGroup):
     title = "where to listen"
 
-    host: Annotated[_Name, _help("the address; 0.0.0.0 is every one of this machine")] = "127.0.0.1"
-    port: Annotated[_Port, _help("the port; 0 is any free one")] = 8100
-    tls_certificate: Annotated[
-        _File | None, _help("PEM: speak https to clients, with this certificate and those above it")
-    ] = None
-    tls_key: Annotated[_File | None, _help("PEM: its private key")] = None
-    tls_client_ca: Annotated[_File | None, _help("PEM: clients must show a certificate of this authority (mTLS)")] = (
-        None
+    host: Annotated[_Name, _help("the address to listen on; 0.0.0.0 stands for all addresses of this machine")] = (
+        "127.0.0.1"
     )
+    port: Annotated[_Port, _help("the port to listen on; 0 picks a free one")] = 8100
+    tls_certificate: Annotated[_File | None, _help("serve https with this certificate chain (PEM)")] = None
+    tls_key: Annotated[_File | None, _help("the private key of --tls-certificate (PEM)")] = None
+    tls_client_ca: Annotated[
+        _File | None, _help("require client certificates that these authorities have issued (mTLS, PEM)")
+    ] = None
     max_connections: Annotated[
         _Count | None,
         _help(
-            "clients may have so many connections; the one that has been idle for longest makes room for a new one, "
-            "and where none waits for a request the new one is answered 503 (default: somewhat less than half of the "
-            "files that the process may open)"
+            "the largest number of client connections. A new connection closes the one that has been idle for "
+            "longest; if none is idle, the new one gets a 503 (default: somewhat less than half of the files "
+            "that the process may open)"
         ),
     ] = None
     max_connections_per_address: Annotated[
-        _Count | None, _help("... from one IP address; further ones are answered 503")
+        _Count | None, _help("the largest number of client connections from one IP address; further ones get a 503")
     ] = None
     drain_delay: Annotated[
         _SecondsOrNone,
         _help(
-            "after SIGTERM or Ctrl-C /health is 503 and requests are still taken for so long; behind a load balancer "
-            "choose more than it takes to notice"
+            "seconds after SIGTERM or Ctrl-C in which /health answers 503 and new requests are still accepted. "
+            "Behind a load balancer, choose more than the load balancer needs to notice"
         ),
     ] = 0.0
     grace: Annotated[
         _SecondsOrNone,
         _help(
-            "after that requests that run may go on for so long; then, or at a second signal, they are cut with an "
-            "error"
+            "seconds after --drain-delay in which running requests may finish. Then, or at a second signal, they "
+            "end with an error"
         ),
     ] = 120.0
 
@@ -149,18 +149,28 @@ class _ListenOptions(_OptionGroup):
 class _ClientOptions(_OptionGroup):
     title = "clients"
 
-    client_keys: Annotated[_File | None, _help("clients need a key of this file; `kvparams keys` makes them")] = None
-    client_timeout: Annotated[_Seconds, _help("for how long a client may take nothing of its answer")] = 300.0
-    max_body_bytes: Annotated[_Count, _help("of one request; images in chats may need more")] = 16 << 20
+    client_keys: Annotated[
+        _File | None, _help("require an API key of this file from clients; `kvparams keys` makes them")
+    ] = None
+    client_timeout: Annotated[
+        _Seconds, _help("how long a client may read nothing of its answer before it is disconnected")
+    ] = 300.0
+    max_body_bytes: Annotated[
+        _Count, _help("the largest body of a request, in bytes; images in chats may need more")
+    ] = 16 << 20
     max_body_memory: Annotated[
         _Count | None,
         _help(
-            "bytes that the bodies of all requests may take together; further ones are answered 503 with Retry-After "
-            "(default: 512 MiB, or 32 times --max-body-bytes)"
+            "the largest size of all request bodies together, in bytes; further requests get a 503 with "
+            "Retry-After (default: 512 MiB, or 32 times --max-body-bytes)"
         ),
     ] = None
     expose_route: Annotated[
-        _Switch, _help("name the instances used in x-kvparams-prefill and -decode; in -decision why")
+        _Switch,
+        _help(
+            "add response headers that name the engines (x-kvparams-prefill, x-kvparams-decode) and explain the "
+            "choice (x-kvparams-decision)"
+        ),
     ] = False
 
 
@@ -170,67 +180,85 @@ class _LegOptions(_OptionGroup):
     mode: Annotated[
         _Mode | None,
         _help(
-            "how prefill and decode are coordinated (default: prefill_then_decode); several, each for some requests, "
-            "stand in the fleet file under `modes`"
+            "how prefill and decode are coordinated (default: prefill_then_decode). The fleet file can choose by "
+            "request, under `modes`. The modes are"
         ),
     ] = None
     policy: Annotated[
         _Policy | None,
         _help(
-            "who runs a leg (default: cache_aware where --tokenizer says how prompts get token ids, otherwise "
-            "round_robin)"
+            "how the proxy chooses an engine for a request (default: cache_aware with --tokenizer, otherwise "
+            "round_robin). The policies are"
         ),
     ] = None
     tokenizer: Annotated[
         _Tokenizers | None,
         _help(
-            "how prompts that are text get token ids, for routing: by the tokenizer in this folder (tokenizer.json), "
-            "by the engine's /tokenize, or by bytes; several, for some models each, separated by commas"
+            "how the proxy gets the token ids of text prompts, for cache-aware routing: PATH, a folder with "
+            "tokenizer.json; engine, which asks the engine's /tokenize; or bytes, an estimate from the text's "
+            "bytes. Separate several models by commas"
         ),
     ] = None
-    prefill_timeout: Annotated[_Seconds, _help("for a whole prefill leg")] = 300.0
+    prefill_timeout: Annotated[_Seconds, _help("the longest time that a prefill engine may take for a prompt")] = 300.0
     decode_timeout: Annotated[
-        _Seconds, _help("the longest silence of a decode engine; SSE comments are silence, too")
+        _Seconds, _help("the longest time that a decode engine may send no tokens; SSE comments do not count")
     ] = 600.0
     request_timeout: Annotated[
-        _Seconds | None, _help("for a whole request, from its last byte to the end of its answer")
+        _Seconds | None,
+        _help("the longest time for a whole request, from its last byte to the end of its answer (default: no limit)"),
     ] = None
-    retries: Annotated[_CountOrNone, _help("further attempts one request may have when engines fail")] = 2
+    retries: Annotated[_CountOrNone, _help("how many more attempts a request may have when engines fail")] = 2
     continuation: Annotated[
         _Switch,
         _help(
-            "a stream whose decode engine fails goes on on another, from its token ids; not with `n` above 1, `stop`, "
-            "tools, logprobs, structured output or penalties, which end with an error event"
+            "continue a stream on another engine if its decode engine fails. Requests with `n` above 1, `stop`, "
+            "tools, logprobs, structured output or penalties cannot be continued; they end with an error event"
         ),
     ] = False
-    probe: Annotated[_Seconds, _help("how often each engine is asked whether it lives and what it serves")] = 5.0
-    slow_start: Annotated[_SecondsOrNone, _help("in how much time an engine that comes back gets its whole share")] = (
-        10.0
-    )
+    probe: Annotated[
+        _Seconds, _help("seconds between two health checks of an engine, which also ask which models it serves")
+    ] = 5.0
+    slow_start: Annotated[
+        _SecondsOrNone, _help("seconds in which the load of an engine that comes back rises to its full share")
+    ] = 10.0
 
 
 class _RoomOptions(_OptionGroup):
-    title = "room: without these limits the engines' own queues fill"
+    title = "limits (without them requests wait in the engines' own queues)"
 
     prefill_requests: Annotated[
-        _Count | None, _help("one prefill engine runs at most so many at a time; others wait here")
+        _Count | None, _help("the largest number of requests that run on one prefill engine; others wait in the proxy")
     ] = None
-    prefill_tokens: Annotated[_Count | None, _help("... and so many prompt tokens")] = None
+    prefill_tokens: Annotated[
+        _Count | None,
+        _help("the largest number of prompt tokens that run on one prefill engine; other requests wait in the proxy"),
+    ] = None
     decode_requests: Annotated[
-        _Count | None, _help("one decode engine runs at most so many at a time; others wait here")
+        _Count | None, _help("the largest number of requests that run on one decode engine; others wait in the proxy")
     ] = None
-    decode_tokens: Annotated[_Count | None, _help("... and so many prompt tokens")] = None
+    decode_tokens: Annotated[
+        _Count | None,
+        _help("the largest number of prompt tokens that run on one decode engine; other requests wait in the proxy"),
+    ] = None
     aggregated_requests: Annotated[
-        _Count | None, _help("one aggregated engine runs at most so many; others wait here")
+        _Count | None,
+        _help("the largest number of requests that run on one aggregated engine; others wait in the proxy"),
     ] = None
-    aggregated_tokens: Annotated[_Count | None, _help("... and so many prompt tokens")] = None
+    aggregated_tokens: Annotated[
+        _Count | None,
+        _help(
+            "the largest number of prompt tokens that run on one aggregated engine; other requests wait in the proxy"
+        ),
+    ] = None
     queue: Annotated[
-        _CountOrNone, _help("so many may wait for each role; further ones are answered 503 with Retry-After")
+        _CountOrNone,
+        _help("the largest number of requests that wait for each role; further ones get a 503 with Retry-After"),
     ] = 1024
     queue_per_tenant: Annotated[
-        _Count | None, _help("... and so many of one tenant; further ones are answered 429")
+        _Count | None,
+        _help("the largest number of one tenant's requests that wait for each role; further ones get a 429"),
     ] = None
-    queue_wait: Annotated[_Seconds, _help("for how long one may wait")] = 60.0
+    queue_wait: Annotated[_Seconds, _help("how long a request may wait in the proxy")] = 60.0
 
 
 class _SharingOptions(_OptionGroup):
@@ -253,36 +281,49 @@ class _SigningOptions(_OptionGroup):
     title = "signed documents, for engines that verify them"
 
     sign_with: Annotated[
-        _File | None, _help("sign what engines are told of KV; `kvparams signing-keys` makes this file")
+        _File | None,
+        _help(
+            "sign the KV transfer documents for engines with the keys of this file; `kvparams signing-keys` makes it"
+        ),
     ] = None
-    audience: Annotated[_Name | None, _help("... for the engines of the pool of this name")] = None
+    audience: Annotated[
+        _Name | None, _help("the name of the engine pool that signed documents are for; required with --sign-with")
+    ] = None
 
 
 class _AdminOptions(_OptionGroup):
     title = "admin API, under /admin"
 
-    admin_token_file: Annotated[_File | None, _help("there is one, and this file holds the token that it asks for")] = (
-        None
-    )
-    admin_token_env: Annotated[_Name | None, _help("... or this environment variable does")] = None
+    admin_token_file: Annotated[_File | None, _help("serve the admin API, and require the token in this file")] = None
+    admin_token_env: Annotated[
+        _Name | None, _help("serve the admin API, and require the token in this environment variable")
+    ] = None
 
 
 class _TelemetryOptions(_OptionGroup):
-    title = "seen from outside, beside /metrics"
+    title = "logs and traces (metrics are at /metrics)"
 
     log_requests: Annotated[
-        _Log, _help("one line of JSON for each request, nothing of what was asked or answered in it")
+        _Log,
+        _help(
+            "where to write one line of JSON for each request, without prompts and answers: a file, - for "
+            "standard output, or off"
+        ),
     ] = "-"
     trace: Annotated[
-        _Share | None, _help("send OpenTelemetry traces of this share of requests; OTEL_* variables say where to")
+        _Share | None,
+        _help(
+            "send OpenTelemetry traces for this share of requests, from 0 to 1. The OTEL_* environment variables "
+            "name the collector"
+        ),
     ] = None
 
 
 class _FaultOptions(_OptionGroup):
-    title = "for finding faults"
+    title = "troubleshooting"
 
     plain_asgi: Annotated[
-        _Switch, _help("write answers through ASGI instead of the transport (slower, works the same)")
+        _Switch, _help("write answers through ASGI instead of directly to the transport; slower, with the same results")
     ] = False
 
 

@@ -1,4 +1,4 @@
-"""How a proxy shares its fleet with other proxies: where they meet, and the keys that they have in common."""
+"""Defines how a proxy shares its fleet with others: where they meet, and the keys that they have in common."""
 
 import logging
 from collections.abc import Callable, Sequence

@@ -51,7 +51,7 @@ class ReloadingSigner:
                 self.signer.use_keyring(self._keys.keyring)
                 _log.warning("signing keys were read again: %d", len(self._keys.keyring))
         except SigningKeyringError as error:
-            _log.error("%s; the keys stay as they were", error)
+            _log.error("%s; the old keys stay in use", error)
 
     async def watch_file(self, every_s: float) -> NoReturn:
         """Look at the file from time to time, until cancelled."""

@@ -82,7 +82,10 @@ def _check_role(value: object) -> Role:
     try:
         return Role(must_be_one_of(value, Role))
     except ValueError as error:
-        both = "; an engine that does both for one request is aggregated, one that does either two instances of one URL"
+        both = (
+            "; an engine that does both parts of one request is aggregated; for an engine that does either part, "
+            "add two instances with one URL"
+        )
         raise ValueError(f"{error}{both if value == 'both' else ''}") from None
 
 
@@ -109,7 +112,7 @@ def _check_stream(value: object, info: ValidationInfo) -> str:
         return text
     if _SOCKET_FILE.fullmatch(text) and rules_of(info).may_name_credentials:
         return text
-    raise ValueError("must be tcp://host:port, where the engine's publisher is reached from here")
+    raise ValueError("must be tcp://host:port, the address of the engine's event publisher")
 
 
 def check_path(value: object, info: ValidationInfo) -> Path:
@@ -211,7 +214,9 @@ def _check_store(value: object) -> str | None:
         return None
     if isinstance(value, str) and re.fullmatch(_ID, value):
         return value
-    raise ValueError("must be a name, the same for all that share the store, or false: there is none")
+    raise ValueError(
+        "must be the name of a store, equal for all engines that share it, or false if the engine has none"
+    )
 
 
 StoreName = Annotated[str | None, PlainValidator(_check_store)]

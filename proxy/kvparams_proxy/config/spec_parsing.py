@@ -43,15 +43,16 @@ __all__ = [
     "parse_spec",
 ]
 
-_NOT_REMOTE: Final = "is not taken over the network; put it into `defaults` of the fleet file"
+_NOT_REMOTE: Final = "is not accepted by the admin API; put it into `defaults` of the fleet file"
 
 
 class CredentialMembers(SettingsModel):
     """The members that name the places of an engine's key and certificates."""
 
-    key_file: Annotated[FilePath | None, Field(description="file with the engine's API key")] = None
+    key_file: Annotated[FilePath | None, Field(description="the file with the engine's API key")] = None
     key_env: Annotated[
-        VariableName | None, Field(description="environment variable with the engine's API key; excludes `key_file`")
+        VariableName | None,
+        Field(description="the environment variable with the engine's API key; excludes `key_file`"),
     ] = None
     tls: Annotated[
         EngineTLS | None,
@@ -62,14 +63,14 @@ class CredentialMembers(SettingsModel):
     @classmethod
     def _check_one_key(cls, name: str | None, info: ValidationInfo) -> str | None:
         if info.data.get("key_file") is not None:
-            raise ValueError("key_file is given too; name one of them")
+            raise ValueError("excludes key_file; give only one of them")
         return name
 
     @field_validator("tls")
     @classmethod
     def _check_scheme(cls, tls: EngineTLSSettings | None, info: ValidationInfo) -> EngineTLSSettings | None:
         if str(info.data.get("url", "")).startswith("http:"):
-            raise ValueError("is given, but url is http://; say https:// or take it out")
+            raise ValueError("is given, but url is http://; use https://, or remove it")
         return tls
 
     def credential_sources(self, rules: SpecRules) -> CredentialSources:
@@ -123,14 +124,14 @@ class RemoteInstanceEntry(SettingsModel):
 
     names_elsewhere: ClassVar[Mapping[str, str]] = dict.fromkeys(_CREDENTIALS, _NOT_REMOTE)
 
-    id: Annotated[InstanceId, Field(description="name in logs, metrics and the admin API; unique, required")]
-    url: Annotated[EngineURL, Field(description="where the engine listens; required, unique within a role")]
-    labels: Annotated[Labels, Field(description="free labels; `roles` reads them")] = Field(
+    id: Annotated[InstanceId, Field(description="the name in logs, metrics and the admin API; required, unique")]
+    url: Annotated[EngineURL, Field(description="the URL of the engine; required, unique within a role")]
+    labels: Annotated[Labels, Field(description="labels of your choice; `roles` can match them")] = Field(
         default_factory=dict[str, str]
     )
     role: Annotated[
         EngineRole | None,
-        Field(validate_default=True, description="what the engine does; found by `labels` and `roles` if left out"),
+        Field(validate_default=True, description="the role of the engine; without it, `labels` and `roles` decide"),
     ] = None
     connector: Annotated[
         Connector | None,
@@ -138,31 +139,34 @@ class RemoteInstanceEntry(SettingsModel):
     ] = None
     bootstrap: Annotated[
         EngineURL | None,
-        Field(description="the bootstrap server of a prefill engine, for connectors that have one"),
+        Field(description="the URL of the prefill engine's bootstrap server, for connectors that have one"),
     ] = None
     addresses: Annotated[
         Addresses | None, Field(description="further addresses that a prefill engine may name in its answers")
     ] = None
     kv_events: Annotated[
         EventStream | None,
-        Field(description="where the engine publishes KV events, for `cache_aware`; prefill and aggregated only"),
+        Field(
+            description="the address at which the engine publishes KV events, for `cache_aware`; only for prefill and "
+            "aggregated engines"
+        ),
     ] = None
     kv_events_replay: Annotated[
         EventStream | None,
-        Field(description="where lost KV events are requested again; needs `kv_events`"),
+        Field(description="the address at which lost KV events are requested again; needs `kv_events`"),
     ] = None
-    store: Annotated[StoreName | None, Field(description="which engines share a KV store, for `cache_aware`")] = None
+    store: Annotated[
+        StoreName | None, Field(description="the name of the KV store that engines share, for `cache_aware`")
+    ] = None
     group: Annotated[
         InstanceId | None,
-        Field(description="replica of the engine; an engine with a group is paired only within it"),
+        Field(description="the replica that the engine belongs to; an engine with a group is paired only within it"),
     ] = None
     compatibility: Annotated[
         ShortText | None,
-        Field(
-            description="build or KV layout: engines with equal ones understand each other's KV; only they are paired"
-        ),
+        Field(description="the build or KV layout; only engines with equal values are paired"),
     ] = None
-    drain: Annotated[Switch, Field(description="no new requests for this engine")] = False
+    drain: Annotated[Switch, Field(description="send no new requests to this engine")] = False
 
     @field_validator("role")
     @classmethod
@@ -191,14 +195,14 @@ class RemoteInstanceEntry(SettingsModel):
         if not rules_of(info).kv_events_installed:
             raise ValueError(KV_EVENTS_REQUIREMENT)
         if info.data.get("role") is Role.DECODE:
-            raise ValueError("is for engines that prefill: nobody asks what others have cached")
+            raise ValueError("is only for engines that prefill; the proxy does not use the caches of others")
         return stream
 
     @field_validator("kv_events_replay")
     @classmethod
     def _check_replay(cls, stream: str | None, info: ValidationInfo) -> str | None:
         if info.data.get("kv_events", "") is None:
-            raise ValueError("is given, but kv_events is missing: it only fills its gaps")
+            raise ValueError("is given, but kv_events is missing; it only fills gaps of kv_events")
         return stream
 
     def to_spec(self, rules: SpecRules) -> InstanceSpec:
@@ -256,10 +260,10 @@ def check_bootstrap_allowed(role: Role, connector: str, rules: SpecRules) -> Non
         ValueError: with the reason in words.
     """
     if role is not Role.PREFILL:
-        raise ValueError("is for prefill engines; decode engines are told where theirs is")
+        raise ValueError("is only for prefill engines; decode engines learn the address with each request")
     if connector in rules.connectors and connector not in rules.bootstrap_connectors:
         known = ", ".join(sorted(rules.bootstrap_connectors)) or "none"
-        raise ValueError(f"the connector {connector} has no such server; connectors that have one: {known}")
+        raise ValueError(f"the connector {connector} has no bootstrap server; connectors that have one: {known}")
 
 
 def _role_by_label(labels: Mapping[str, str], rules: SpecRules) -> Role:
@@ -273,5 +277,5 @@ def _role_by_label(labels: Mapping[str, str], rules: SpecRules) -> Role:
     if not rules.selectors:
         raise ValueError(f"is missing; a role is {' or '.join(Role)}")
     if found:
-        raise ValueError(f"is missing, and its labels are those of {' and of '.join(found)}")
-    raise ValueError("is missing, and no role is found by its labels")
+        raise ValueError(f"is missing, and the labels match several roles: {' and '.join(found)}")
+    raise ValueError("is missing, and the labels match no role")

@@ -32,7 +32,7 @@ _MAX_DEPTH: Final = 16
 _INTEGER: Final = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _DECIMAL: Final = re.compile(r"-?(0|[1-9][0-9]{0,17})\.[0-9]{1,18}")
 _TAG: Final = "tag:yaml.org,2002:"
-_SHARED: Final = "what instances share goes to `defaults`"
+_SHARED: Final = "put members that instances share into `defaults`"
 
 
 class YAMLDocument(NamedTuple):
@@ -94,7 +94,7 @@ class _PlainLoader(yaml.SafeLoader):
             self._next_event()  # and ends
         last = self._next_event()
         if not isinstance(last, yaml.StreamEndEvent):
-            raise _refusal(_line(last), "one document is read, not several; take out the line ---")
+            raise _refusal(_line(last), "the file has several YAML documents; remove the line ---")
         return value
 
     def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
@@ -124,11 +124,11 @@ class _PlainLoader(yaml.SafeLoader):
         while not self.check_event(yaml.MappingEndEvent):
             key = self._next_node()
             if not isinstance(key, yaml.ScalarEvent):
-                raise _refusal(_line(key), "a key is text, not an object or a list")
+                raise _refusal(_line(key), "a key must be text, not an object or a list")
             if key.value == "<<" and key.implicit[0]:
-                raise _refusal(_line(key), f"merge keys (<<) are not read; {_SHARED}")
+                raise _refusal(_line(key), f"merge keys (<<) are not supported; {_SHARED}")
             if key.value in members:
-                words = f"the key {key.value[:64]!r} stands twice in one object"
+                words = f"the key {key.value[:64]!r} appears twice in one object"
                 self.repeated_keys.add(f"line {_line(key)}", words)
             here = (*path, key.value)
             self.lines[here] = _line(key)
@@ -143,9 +143,9 @@ class _PlainLoader(yaml.SafeLoader):
         if self._values > _MAX_VALUES:
             raise _refusal(_line(event), f"more than {_MAX_VALUES} values")
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            raise _refusal(_line(event), f"anchors and aliases (& and *) are not read; {_SHARED}")
+            raise _refusal(_line(event), f"anchors and aliases (& and *) are not supported; {_SHARED}")
         if cast("str | None", getattr(event, "tag", None)) is not None:
-            raise _refusal(_line(event), "tags (!) are not read")
+            raise _refusal(_line(event), "tags (!) are not supported")
         return event
 
     def _scalar(self, event: yaml.ScalarEvent) -> object:
@@ -163,7 +163,7 @@ class _PlainLoader(yaml.SafeLoader):
         if kind == "float" and _DECIMAL.fullmatch(text):
             return float(text)
         if kind in ("bool", "int", "float"):
-            words = f"{text[:32]!r} means different things to different readers; quote it if it is text"
+            words = f"{text[:32]!r} has different meanings in different YAML readers; quote it if it is text"
             raise _refusal(_line(event), words)
         return text
 

@@ -35,14 +35,14 @@ def client_error_for(error: Exception) -> ProxyError:
     if isinstance(error, HandoffMissing):
         return ProxyError(502, "upstream_error", str(error), code="handoff_missing")
     if isinstance(error, LossyDowngrade):
-        said = f"what the prefill engine answered cannot be handed on to the decode engine: {error}"
+        said = f"the prefill engine's answer cannot be passed on to the decode engine: {error}"
         return ProxyError(502, "upstream_error", said, code="version_too_low")
     if isinstance(error, NoSigningKey):
         _log.error("%s", error)
-        said = "what engines are told cannot be signed now; the proxy's log says why"
+        said = "the proxy cannot sign documents now; its log says why"
         return ProxyError(503, "service_unavailable", said, code="no_signing_key", retry_after_s=_RETRY_S)
     if isinstance(error, InvalidParams | JSONTextError | NotCanonical):
-        said = "the prefill engine's answer is not what the protocol asks for"
+        said = "the prefill engine's answer breaks the protocol"
         refused = ProxyError(502, "upstream_error", said, code="bad_prefill_answer")
         refused.detail = str(error)
         return refused

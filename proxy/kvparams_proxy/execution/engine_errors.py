@@ -1,6 +1,6 @@
 """Translation of engines' error responses into errors for clients.
 
-Invariant: addresses and the inside of engines are never in what a client gets.
+Invariant: a client never gets the addresses or the internals of engines.
 """
 
 import re
@@ -58,12 +58,12 @@ def reported_engine_error(
     failed = ProxyError(502, "upstream_error", f"the {role} engine answered {status}", code=f"{role}_failed")
     failed.detail = message if isinstance(message, str) else None
     if own_key and status in (401, 403):
-        failed.message, failed.code = f"the {role} engine refuses the proxy's credentials", f"{role}_unauthorized"
+        failed.message, failed.code = f"the {role} engine refuses the proxy's API key", f"{role}_unauthorized"
         return failed
     if not 400 <= status < 500:
         return failed
     if isinstance(param, str) and f"{param}.".startswith("kv_transfer_params."):
-        failed.message = f"the {role} engine refuses the KV params; is --connector right for it?"
+        failed.message = f"the {role} engine refuses the KV parameters; check that --connector matches the engine"
         return failed
     plain = public_error(error, addresses, sent)
     refused = ProxyError(

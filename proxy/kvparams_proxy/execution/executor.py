@@ -3,7 +3,7 @@
 A manager says which steps to take. `Execution` takes them: it chooses instances, has legs run (`leg_runner.py`), and
 gives back load, KV and connections whatever happens. Nothing here waits: engines, the queue and the client call back.
 
-Invariant: nobody else in the proxy starts, aborts or ends a leg.
+Nothing else in the proxy starts, aborts or ends a leg.
 """
 
 from collections.abc import Callable
@@ -249,7 +249,7 @@ class Execution:
         elif self._waiting is not None:
             self._waiting = None
             self._resources.fleet.cancel_wait(self)
-            self.resume_plan(None, LegFailed("the KV was given up before a decode engine had room", another=False))
+            self.resume_plan(None, LegFailed("the KV expired before a decode engine had room", another=False))
         else:
             self._legs.expire()
 
@@ -259,7 +259,7 @@ class Execution:
             self._downstream.drop()
         else:
             limit_s = self._resources.settings.request_timeout_s
-            said = f"the request took longer than {limit_s:g} s, which is the limit here (--request-timeout)"
+            said = f"the request took longer than the limit of {limit_s:g} s (--request-timeout)"
             self._end_early(ProxyError(504, "timeout", said, code="request_timeout"))
 
     # the end

@@ -170,7 +170,7 @@ def _failure(
     if isinstance(error, UpstreamTimeout):
         what = ProxyError(504, "timeout", f"the {role} engine {error.reason}", code=f"{role}_timeout")
     else:
-        said = f"the {role} leg failed: {error.reason}"
+        said = f"the request to the {role} engine failed: {error.reason}"
         what = ProxyError(502, "upstream_error", said, code=f"{role}_failed")
     return EngineLegFailed(what, begun=begun, sent=sent)
 

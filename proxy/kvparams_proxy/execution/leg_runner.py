@@ -2,7 +2,7 @@
 
 Nothing here waits: engines and the client call back.
 
-Invariant: each leg ends exactly once, and whichever of two legs ends badly ends the other.
+Each leg ends exactly once, and if one of two legs fails, the other is ended.
 """
 
 from typing import Final, Protocol

@@ -3,8 +3,8 @@
 An engine is no enemy here: one that wanted to tell a client something could generate it as text. What is removed is
 what engines say by accident: response ids, fingerprints, members of their own. Generated text is never examined.
 
-Invariant: what the client itself has sent is no secret; anything else that is the address of an engine, or looks like
-an address or a place in its code, is one.
+Invariant: text that the client itself has sent is not removed. Every other address of an engine is, and everything that
+looks like an address or a place in its code, also in later events and of engines that have left.
 """
 
 import re

@@ -17,7 +17,7 @@ from kvparams_proxy.upstream.types import ResponseHead, UpstreamError, UpstreamT
 
 __all__ = ["LEG_TIMEOUT_REASON", "ConcurrentPrefill", "RunningLeg"]
 
-LEG_TIMEOUT_REASON: Final = "said nothing for longer than the time-out of its leg"
+LEG_TIMEOUT_REASON: Final = "sent nothing for longer than its time-out"
 _COSTLY_BYTES: Final = 1 << 20
 """To put together a longer answer has taken milliseconds of this turn already."""
 

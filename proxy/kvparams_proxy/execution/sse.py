@@ -1,6 +1,6 @@
 """Server-sent events as bytes: where each one ends, what is in it, and what examining it would cost.
 
-Invariant: everything here is linear in the bytes it is given, whatever the sizes of the reads that brought them.
+Invariant: every function here is linear in the bytes it is given, whatever the sizes of the reads that brought them.
 Reference: https://html.spec.whatwg.org/multipage/server-sent-events.html; engines end their lines with LF or CR LF.
 """
 

@@ -1,7 +1,8 @@
 """Carries a decode engine's stream to the client as it arrives.
 
-Invariant: nothing reaches the client before the first whole event with content has come, so that until then the request
-can still be answered in another way. From then on events leave together as they came together, within a fixed buffer.
+Invariant: nothing reaches the client before the first whole event with content, so that until then another engine can
+answer the request. Comments and empty events do not count. From then on events leave together as they came together,
+within a fixed buffer.
 """
 
 import re
@@ -207,7 +208,7 @@ class StreamRelay:
         except UpstreamError as refused:
             error = refused
         except JSONTextError as fault:
-            error = UpstreamError(f"the engine's stream is not what it should be: {fault}")
+            error = UpstreamError(f"the engine's stream is invalid: {fault}")
         if not self._ended:
             return error
         self.on_done(error)
@@ -361,4 +362,4 @@ def _no_stream(whole: bytes) -> UpstreamError:
             reported = embedded_error(load_response(whole))
     if reported is not None:
         return UpstreamErrorResponse(reported)
-    return UpstreamError("the engine's answer is no stream, and a stream was asked for")
+    return UpstreamError("the engine's answer is not a stream, but the client requested one")

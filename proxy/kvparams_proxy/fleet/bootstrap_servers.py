@@ -86,4 +86,4 @@ class BootstrapServer:
         except HandoffMissing as refused:
             return None, f"{refused} ({self._url})"
         except JSONTextError:
-            return None, f"{where} answers no JSON"
+            return None, f"{where} does not answer with JSON"

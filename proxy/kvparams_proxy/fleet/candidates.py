@@ -116,7 +116,7 @@ class Candidates:
             whom = (
                 f"the other leg's engine, {beside.describe()}" if isinstance(beside, PairKey) else f"any {beside} one"
             )
-            keys = "see `connector`, `group` and `compatibility`"
+            keys = "check `connector`, `group` and `compatibility`"
             why = f"no {self.role} instance that is ready may be paired with {whom}: {keys}"
             return unavailable_error(why, f"no_{self.role}_instance", _ABSENT_RETRY_S)
         known = [member for member in self._members.values() if member.instance.role is self.role]
@@ -128,10 +128,10 @@ class Candidates:
         elif not alive:
             why = f"none of the {len(known)} {self.role} instances is reachable"
         elif all(member.draining for member in alive):
-            why = f"the {len(alive)} {self.role} instances that are ready are being drained"
+            why = f"the {len(alive)} ready {self.role} instances are being drained"
         elif any(member.serves(model) for member in full):
-            why = f"the {self.role} instances that are reachable have said that they are busy; try again later"
+            why = f"the reachable {self.role} instances are busy; try again later"
             after = max(1, min(60, ceil(min(member.breaker.half_open_at for member in full) - self._now())))
         else:
-            why = f"none of the {len(alive)} {self.role} instances that are ready serves this model"
+            why = f"none of the {len(alive)} ready {self.role} instances serves this model"
         return unavailable_error(why, f"no_{self.role}_instance", after)

@@ -2,8 +2,8 @@
 
 `candidates.py` selects the instances that may be chosen.
 
-Invariant: a leg is bound to an instance only when that has room; until then it waits, and the instances it could run
-on are kept from those behind it.
+A leg gets an instance only when that has room. Until then it waits, and the instances it could run on are reserved from
+the legs behind it.
 """
 
 from collections.abc import Callable, Collection, Mapping

@@ -1,6 +1,6 @@
 """The engines behind one proxy, as requests see them: an instance for each leg, and what its legs find out.
 
-Invariant: load is counted at the moment of choice and given back by whoever chose. Everything that several proxy
+Load is counted when an instance is chosen, and given back by the caller that chose it. All state that several proxy
 processes would have to share is behind `Fleet`, which is passed in and never global.
 """
 

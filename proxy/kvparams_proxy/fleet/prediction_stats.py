@@ -84,8 +84,9 @@ class PredictionStats:
             self._silent += 1
             if self._silent == _RECENT:
                 _log.warning(
-                    "%d prompts were expected to be cached and no prefill engine reports cached_tokens: what is "
-                    "believed of their caches is not corrected (vLLM: --enable-prompt-tokens-details)",
+                    "%d prompts were predicted to be cached, but no prefill engine reports cached_tokens, so "
+                    "predictions are never corrected; make the engines report it (vLLM: "
+                    "--enable-prompt-tokens-details)",
                     _RECENT,
                 )
         if cached is None:
@@ -108,11 +109,13 @@ class PredictionStats:
         if not self._alarmed and share < _BAD and self._judged >= _ENOUGH:
             self._alarmed = True
             _log.warning(
-                "prefix caches: only %.0f %% of the tokens that were expected to be cached were, over the last %d legs "
-                "that were to hit",
+                "prefix caches: only %.0f %% of the tokens that were predicted to be cached were cached, over "
+                "the last %d requests with a prediction",
                 100 * share,
                 self._judged,
             )
         elif self._alarmed and share > _GOOD:
             self._alarmed = False
-            _log.warning("prefix caches: what is expected to be cached is again (%.0f %%)", 100 * share)
+            _log.warning(
+                "prefix caches: %.0f %% of the tokens that were predicted to be cached are cached again", 100 * share
+            )

@@ -8,7 +8,7 @@ engines have is learnt from what they have answered, where a plan asks for it.
 An engine that publishes KV events (`kvparams_proxy.fleet.kv_events`) is believed to have what it says besides, and what
 it says is gone is gone. What is computed in one place and fetched in another is `remote_cache_model.py`.
 
-Invariant: what is believed here decides where a request goes, never what it is answered. Namespaces are those of
+The model decides only where a request goes, never what the answer is. Namespaces are those of
 `kvparams.index.block_hashes`: model and cache salt, which is bound to the tenant where clients have keys; vLLM and
 SGLang name a LoRA by the model.
 """

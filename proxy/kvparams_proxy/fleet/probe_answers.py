@@ -83,7 +83,7 @@ def interpret_answer(
     if error is not None:
         return ProbeResult(False, error.reason, known)
     if keyed and head.status in _UNAUTHORIZED:
-        return ProbeResult(False, f"it refuses the proxy's credentials ({head.status})", known, answers=True)
+        return ProbeResult(False, f"it refuses the proxy's API key ({head.status})", known, answers=True)
     if head.status >= 500:
         return ProbeResult(False, f"a probe was answered {head.status}", known)
     if head.status != 200:  # somebody is there, who does not say

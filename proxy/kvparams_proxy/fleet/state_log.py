@@ -119,7 +119,7 @@ class EngineStateLog:
         state, about = member.state, ""
         words = _WORDS[state]
         if state is MemberState.NOT_READY:
-            about, words = (why, "is given no work") if answers else ("", words)
+            about, words = (why, "gets no requests") if answers else ("", words)
         elif state is MemberState.READY:
             about = member.instance.incarnation
         elif state in _IDLE and not member.own_in_flight:
@@ -134,7 +134,7 @@ class EngineStateLog:
         if apart_s is None:
             words = f"{who} works again"
         else:
-            words = f"{who} fails ({why}); they are not chosen together for {apart_s:.1f} s where others can be"
+            words = f"{who} fails ({why}); the two are not paired for {apart_s:.1f} s if there are others"
         self._log.log_change((prefill.id, decode.id), apart_s is None, words, good=apart_s is None)
 
 

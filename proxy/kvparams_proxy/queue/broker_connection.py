@@ -82,7 +82,7 @@ class BrokerConnection:
                 async with asyncio.timeout(_CONNECT_S):
                     connection = await aio_pika.connect(self._url.reveal(), heartbeat=_HEARTBEAT_S)
             except Exception as error:  # noqa: BLE001  whatever the network, the broker or the library has
-                self._say(f"the broker cannot be reached ({type(error).__name__}); trying again")
+                self._say(f"the broker cannot be reached ({type(error).__name__}); the node tries again")
             else:
                 if await self._serve(connection):
                     pause_s = _FIRST_S
@@ -103,7 +103,7 @@ class BrokerConnection:
             used, self._lost_s, self._found_s, self._said = True, None, self._loop.time(), False
             self._say(f"the connection to the broker is lost ({await self._end(connection, reading, writing, reads)})")
         except Exception as error:  # noqa: BLE001  as above
-            self._say(f"the broker does not let us work ({type(error).__name__}: {error})")
+            self._say(f"the broker refuses the queues ({type(error).__name__}: {error})")
         finally:
             if self._lost_s is None:
                 self._lost_s = self._loop.time()

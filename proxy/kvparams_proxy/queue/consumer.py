@@ -206,7 +206,7 @@ class WorkConsumer:
         try:
             control = read_control(message.body)
         except MalformedMessage as malformed:
-            _log.warning("a message is passed over: %s", malformed)
+            _log.warning("an invalid message is skipped: %s", malformed)
             return
         running = self._running.get(control.id)
         if running is not None:
@@ -258,7 +258,7 @@ class WorkConsumer:
     def _refuse(self, tag: int, malformed: MalformedMessage) -> None:
         """Rejects the message to the dead letters, after telling its sender where that can be read."""
         self._counts["refused"] += 1
-        _log.warning("work is put aside: %s", malformed)
+        _log.warning("a request is moved to the dead-letter queue: %s", malformed)
         if malformed.id is None:
             self._later(self._reads, tag, well=False)
         else:

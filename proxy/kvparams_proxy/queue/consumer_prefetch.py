@@ -124,12 +124,14 @@ class ConsumerPrefetch:
     def _tell(self, why: str) -> None:
         """Logs how it stands with the engine, if that has changed."""
         if not self._ready:
-            self._states.log_change(self, "away", f"the engine is not ready: {why}; no work is taken", good=False)
+            self._states.log_change(
+                self, "away", f"the engine is not ready: {why}; the node takes no requests", good=False
+            )
         elif self._breaker.state is BreakerState.CLOSED:
             self._states.log_change(self, "ready", f"the engine is ready: {why}", good=True)
         else:
             self._states.log_change(
-                self, "broken", f"the engine is broken: {why}; it gets no work for a while", good=False
+                self, "broken", f"the engine fails: {why}; it gets no requests for a while", good=False
             )
 
     async def _follow(self) -> None:

@@ -204,7 +204,7 @@ class Outbox:
         self._broken = channel
         found = _LIMIT.search(said)
         self._longest = longest = int(found[1]) if found is not None else max(self._flying.values()) - 1
-        _log.warning("a message is larger than the broker takes, %d bytes: see its max_message_size", longest)
+        _log.warning("a message of %d bytes is larger than the broker's max_message_size", longest)
         too_large = [each for each in self._letters if len(each.body) > longest]
         if found is None and not too_large:
             self._most_joined = 0

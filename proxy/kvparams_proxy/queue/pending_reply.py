@@ -218,7 +218,7 @@ class PendingReply:
             return
         if isinstance(result, WorkRefused):
             if self._node is None:
-                refused = UpstreamError(f"a decode node refuses it: {result.reason}")
+                refused = UpstreamError(f"a decode node refuses the request: {result.reason}")
                 refused.sent = False
                 self.finish(refused)
             return
@@ -239,7 +239,7 @@ class PendingReply:
                 self._next += 1
                 self._kept.append(part)
         if len(self._early) > _EARLY:
-            self._fail(UpstreamError("its decode node leaves out a part of the answer"))
+            self._fail(UpstreamError("the decode node left out a part of the answer"))
         if not self._more:
             self._deliver()
 
@@ -248,7 +248,7 @@ class PendingReply:
         if self._node is None:
             self._node = malformed.node
         if malformed.node in (None, self._node):
-            self._fail(UpstreamError(f"its decode node has said what cannot be read ({malformed})"))
+            self._fail(UpstreamError(f"the decode node sent an invalid message ({malformed})"))
 
     # inside
 
@@ -298,7 +298,7 @@ class PendingReply:
             turn_bytes += len(part.body) + _PART_BYTES
             self._pass(part, self._sink)
         if self._kept_bytes > self._owner.answer_bytes:
-            self._fail(UpstreamError("more of the answer came than can be kept for its client"))
+            self._fail(UpstreamError("the answer grew faster than its client reads it"))
 
     def _pass(self, part: ResultPart, sink: ResponseSink) -> None:
         try:
@@ -324,7 +324,7 @@ class PendingReply:
             sink.on_done(error)
 
     def _waited(self) -> None:
-        said = f"no decode node has taken it within {self._owner.wait_s:g} s"
+        said = f"no decode node has taken the request within {self._owner.wait_s:g} s"
         self.abort(UpstreamOverflow(said))
 
     # whether the node is still there
@@ -353,7 +353,7 @@ class PendingReply:
             self._gone()
 
     def _gone(self) -> None:
-        self.finish(UpstreamError("the decode node that had it is gone"))
+        self.finish(UpstreamError("the decode node of the request is gone"))
 
 
 def _error(end: ResultEnd) -> UpstreamError:

@@ -119,9 +119,11 @@ class QueueUpstream:
         if not head:
             self._loop.call_soon(self._answer_probe, awaited)
         elif self._closed or self._link.disconnected_for_s > self._away_s:
-            self._loop.call_soon(awaited.finish, UpstreamError("the broker is not there", connected=False))
+            self._loop.call_soon(awaited.finish, UpstreamError("the broker is not connected", connected=False))
         elif self._outbox.is_full:
-            self._loop.call_soon(awaited.finish, UpstreamOverflow("too much waits for the broker", connected=False))
+            self._loop.call_soon(
+                awaited.finish, UpstreamOverflow("too many messages wait for the broker", connected=False)
+            )
         else:
             path, _, lines = head.partition(b"\r\n")
             work = write_work(WorkItem(id, path.decode("latin-1"), lines, join_body(body)))
@@ -137,13 +139,13 @@ class QueueUpstream:
         """See `Upstream.close`."""
         self._closed = True
         for awaited in list(self._running.values()):
-            awaited.abort(UpstreamError("the way to the engines is closed"))
+            awaited.abort(UpstreamError("the connection to the broker is closed"))
         self._link.close()
 
     def _answer_probe(self, awaited: PendingReply) -> None:
         """Answers a probe by the state of the broker. Nothing is known of the engines behind it."""
         if self._closed or self._link.disconnected_for_s > self._away_s:
-            awaited.finish(UpstreamError("the broker is not there", connected=False))
+            awaited.finish(UpstreamError("the broker is not connected", connected=False))
         else:
             awaited.answer(404)
 
@@ -221,7 +223,7 @@ class QueueUpstream:
                     if awaited is not None:
                         self._loop.call_soon(awaited.abort, UpstreamError("the proxy failed; its log says why"))
         except MalformedMessage as malformed:
-            _log.warning("what is left of a letter is passed over: %s", malformed)
+            _log.warning("the rest of an invalid message is skipped: %s", malformed)
 
     def _hear(self, result: ResultMessage | MalformedMessage, awaited: PendingReply | None) -> None:
         if isinstance(result, WorkTaken):
@@ -230,7 +232,7 @@ class QueueUpstream:
             if len(self._nodes) > _NODES:
                 del self._nodes[next(iter(self._nodes))]
         if isinstance(result, MalformedMessage):
-            _log.warning("a result is passed over: %s", result)
+            _log.warning("an invalid result is skipped: %s", result)
             if awaited is not None:
                 awaited.on_malformed(result)
         elif awaited is not None:

@@ -166,7 +166,7 @@ class RunningWork:
     def abort_for_shutdown(self) -> None:
         """Ends work because the node shuts down, and tells the requesting node."""
         if self._handle is not None:
-            self._handle.abort(UpstreamError("its decode node is shut down"))
+            self._handle.abort(UpstreamError("its decode node is shutting down"))
 
     def expire(self) -> None:
         """Ends work whose engine may have been silent for too long; the watch calls it."""
@@ -174,7 +174,7 @@ class RunningWork:
         if self._paused or self._stopped or left_s > 0:
             self._owner.watch(self, max(left_s, 1.0))
         elif self._handle is not None:
-            self._handle.abort(UpstreamTimeout("said nothing for longer than the time-out of its leg"))
+            self._handle.abort(UpstreamTimeout("sent nothing for longer than its time-out"))
 
     # as a `ResponseSink`
 
@@ -253,7 +253,7 @@ class RunningWork:
             handle.discard()
         self._broken_off = self._last = True
         self._dirty = False
-        end = ResultEnd("failed", "a part of the answer is larger than the broker takes", True)
+        end = ResultEnd("failed", "a part of the answer is larger than the broker's max_message_size", True)
         self._post(write_part(ResultPart(self.id, self._owner.node, number, None, b"", True, end)))
 
     def _throttle(self) -> None:

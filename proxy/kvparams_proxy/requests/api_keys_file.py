@@ -112,7 +112,7 @@ def read_api_keys(path: Path) -> tuple[dict[str, APIKeyRecord], FileState]:
     except OSError as error:
         raise APIKeysError(f"the keys file {path} cannot be read: {error.strerror or 'failed'}") from error
     if status.st_mode & S_IWOTH:
-        raise APIKeysError(f"the keys file {path} can be written by everybody on this machine: chmod o-w {path}")
+        raise APIKeysError(f"all users of this machine can write the keys file {path}; run: chmod o-w {path}")
     if len(raw) > _MAX_BYTES:
         raise APIKeysError(f"the keys file {path} is larger than {_MAX_BYTES} bytes")
     records: dict[str, APIKeyRecord] = {}
@@ -122,7 +122,7 @@ def read_api_keys(path: Path) -> tuple[dict[str, APIKeyRecord], FileState]:
         try:
             record = _record(line)
             if record.id in records:
-                raise APIKeysError(f"the id {record.id} stands twice")
+                raise APIKeysError(f"the id {record.id} appears twice")
             if len(records) == _MAX_KEYS:
                 raise APIKeysError(f"more than {_MAX_KEYS} keys")
         except (APIKeysError, JSONTextError) as error:
@@ -177,14 +177,12 @@ def _line(record: APIKeyRecord) -> str:
 def _record(line: bytes) -> APIKeyRecord:
     document, _ = load_object(line, _LINE)
     if strange := sorted(document.keys() - _NAMES):
-        raise APIKeysError(f"`{strange[0][:64]}` is not known; known are {', '.join(sorted(_NAMES))}")
+        raise APIKeysError(f"`{strange[0][:64]}` is not a known member; known: {', '.join(sorted(_NAMES))}")
     if missing := [name for name in _NEEDED if name not in document]:
         raise APIKeysError(f"`{missing[0]}` is missing")
     digest = _HASH.fullmatch(_string(document, "hash"))
     if digest is None:
-        raise APIKeysError(
-            "`hash` must be `sha256:` and 64 hexadecimal digits; keys are made by `kvparams keys create`"
-        )
+        raise APIKeysError("`hash` must be `sha256:` and 64 hexadecimal digits; make keys with `kvparams keys create`")
     priority = document.get("priority", 0)
     if type(priority) is not int:
         raise APIKeysError("`priority` must be a whole number")
@@ -208,7 +206,7 @@ def _moment(document: Mapping[str, object], name: str) -> datetime:
     except ValueError:
         moment = datetime.min
     if moment.tzinfo is None or not 2000 <= moment.year <= 9000:
-        raise APIKeysError(f"`{name}` must be a moment such as 2026-01-02T03:04:05Z")
+        raise APIKeysError(f"`{name}` must be a time such as 2026-01-02T03:04:05Z")
     return moment
 
 

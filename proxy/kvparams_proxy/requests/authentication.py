@@ -46,7 +46,7 @@ class Unauthorized(ProxyError):
     def __init__(self, *, given: bool) -> None:
         """`given`: whether there was an Authorization header."""
         if given:
-            said = "the API key is not valid here"
+            said = "the API key is not valid"
         else:
             said = "an API key is needed: send the header `Authorization: Bearer kvp_...`"
         super().__init__(401, "invalid_request_error", said, code="invalid_api_key")
@@ -128,7 +128,7 @@ class APIKeyAuthenticator:
                     await asyncio.to_thread(self.reload)
                     _log.warning("client keys were read again: %d", len(self))
                 except APIKeysError as error:
-                    _log.error("%s; the keys stay as they were", error)
+                    _log.error("%s; the old keys stay in use", error)
             before = seen
 
     def _look(self) -> FileState | None:

@@ -36,7 +36,7 @@ class BodyBudget:
         """
         if self.held_bytes + size > self.limit_bytes:
             self.refused += 1
-            message = "the proxy holds as many bytes of request bodies as it may; try again later"
+            message = "the request bodies in the proxy have reached their memory limit; try again later"
             raise ProxyError(503, "service_unavailable", message, code="body_memory_full", retry_after_s=_RETRY_S)
         self.held_bytes += size
 

@@ -1,7 +1,9 @@
 """The way back to the client: the interface, and the way that works on any ASGI server.
 
-The faster way, straight to the transport, is `server/direct_path.py`. Invariant: a writer never waits. It says when to
-pause and when the client has gone, and drops what is written after that.
+The faster way, straight to the transport, is `server/direct_path.py`.
+
+Invariant: a writer never waits. It says when to pause and when the client has gone, and drops later writes. Otherwise
+answers would pile up for a client that does not read.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A client's request, checked: the facts a plan needs, where the body's members stand, and what must be stripped.
 
-Invariant: the proxy checks what it acts on itself (`member_checks.py`); everything else passes through untouched for
-the engine to judge.
+The proxy checks the members that it acts on (`member_checks.py`). All other members pass through untouched, and the
+engine judges them.
 """
 
 from collections.abc import Generator, Mapping

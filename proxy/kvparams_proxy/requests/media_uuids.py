@@ -239,8 +239,8 @@ def _part(part: object, where: str) -> object:
         raise ProxyError(
             400,
             "invalid_request_error",
-            f"a part in `{where}` has a `{MEDIA_UUID_MEMBER}` and no content: names are not kept here, "
-            "so send the content",
+            f"a part in `{where}` has a `{MEDIA_UUID_MEMBER}` but no content; send the content, because the proxy "
+            "does not keep it",
             param=where,
             code="invalid_value",
         )

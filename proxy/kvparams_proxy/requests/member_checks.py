@@ -207,7 +207,7 @@ def _generate(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None
 def _other(document: Mapping[str, object]) -> tuple[int, None]:
     """Leaves the body to the engine to judge, unless its answer would not be JSON."""
     if document.get("encoding_format") not in _ENCODINGS:
-        raise invalid_member_error("encoding_format", '`encoding_format` must be "float" or "base64" here')
+        raise invalid_member_error("encoding_format", '`encoding_format` must be "float" or "base64"')
     return 1, None
 
 

@@ -172,7 +172,7 @@ async def _change(registry: Registry, request: Request) -> Response:
 
 async def _remove(registry: Registry, request: Request) -> Response:
     id = _id(registry, request)
-    _require_mine(registry, id, "take it out there, or drain it here")
+    _require_mine(registry, id, "remove it there, or drain it here")
     registry.publish(ADMIN_SOURCE, [entry for entry in admin_specs(registry) if entry.id != id])
     _shared(request).instance_removed(id)
     return JSONResponse({"object": "instance", "id": id, "deleted": True})
@@ -214,7 +214,7 @@ def _set_group_drain(registry: Registry, request: Request, on: bool) -> Response
 async def _remove_group(registry: Registry, request: Request) -> Response:
     ids = _of_group(registry, request)
     for id in ids:
-        _require_mine(registry, id, "take the group out there, or drain it here")
+        _require_mine(registry, id, "remove the group there, or drain it here")
     registry.publish(ADMIN_SOURCE, [entry for entry in admin_specs(registry) if entry.id not in ids])
     for id in ids:
         _shared(request).instance_removed(id)
@@ -225,7 +225,7 @@ def _of_group(registry: Registry, request: Request) -> list[str]:
     group = cast("str", request.path_params["group"])
     ids = [id for id, owned in registry.owned.items() if owned.spec.group == group]
     if not ids:
-        message = f"there is no group {group[:128]!r}; GET /admin/instances names those that there are"
+        message = f"there is no group {group[:128]!r}; GET /admin/instances lists the groups"
         raise ProxyError(404, "not_found_error", message, param="group")
     return ids
 
@@ -250,7 +250,7 @@ async def _body(request: Request) -> dict[str, object]:
     try:
         raw = await read_asgi_body(request.receive, RequestBody(_BODY.max_bytes))
     except ConnectionError:
-        raise ProxyError(400, "invalid_request_error", "the body has broken off") from None
+        raise ProxyError(400, "invalid_request_error", "the body is incomplete") from None
     try:
         resources: ExecutionResources = request.state.resources
         return await resources.step_runner.complete(_document(raw))
@@ -283,7 +283,7 @@ def _unknown(id: str) -> ProxyError:
 
 def _require_free(registry: Registry, id: str) -> None:
     if (owned := registry.owned.get(id)) is not None:
-        message = f"there is an instance {id!r} already, named by {owned.source}; choose another id"
+        message = f"an instance {id!r} from {owned.source} exists already; choose another id"
         raise ProxyError(409, "conflict_error", message, param="id")
 
 

@@ -82,7 +82,7 @@ def _prefix_cache_factory(
     try:
         from kvparams_proxy.fleet.prefix_cache_model import SHARED_BLOCK_TOKENS, PrefixCacheModel
     except ImportError as error:
-        message = f"this policy needs more than is installed ({error}): pip install 'kvparams[proxy,index]'"
+        message = f"this policy needs packages that are not installed ({error}): pip install 'kvparams[proxy,index]'"
         raise PluginError(message) from error
     if sharing is not None:
         return lambda now: PrefixCacheModel(now, sharing.seed(), SHARED_BLOCK_TOKENS)

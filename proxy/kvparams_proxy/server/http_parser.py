@@ -289,7 +289,7 @@ class RequestParser(ABC):
     def _head_error(self, version: str) -> ProxyError | None:
         """Returns the reason to refuse the request for its head, or None."""
         if version != "1.1" and version != "1.0":
-            return bad_request(505, f"HTTP/{version} is not spoken here; HTTP/1.1 is")
+            return bad_request(505, f"HTTP/{version} is not supported; use HTTP/1.1")
         if self._hosts != 1 and (version == "1.1" or self._hosts):
             return bad_request(400, "there must be one Host header")
         if self._bad_host:
@@ -299,12 +299,12 @@ class RequestParser(ABC):
             if version == "1.0":
                 return bad_request(400, "HTTP/1.0 has no Transfer-Encoding")
             if coding.strip().lower() != b"chunked":
-                return bad_request(501, "the only Transfer-Encoding that is understood is chunked")
+                return bad_request(501, "the only supported Transfer-Encoding is chunked")
         if self._expect is not None:
             if version == "1.0":
                 self._expect = None
             elif self._expect.lower() != b"100-continue":
-                return bad_request(417, "the only expectation that is met is 100-continue")
+                return bad_request(417, "the only supported expectation is 100-continue")
         return None
 
 

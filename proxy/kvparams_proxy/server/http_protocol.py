@@ -75,7 +75,7 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
         if isinstance(peer, tuple) and peer:
             self.address = str(cast("tuple[object, ...]", peer)[0])
         if not self._service.connections.add(self) and not transport.is_closing():
-            message = "the proxy has as many connections as it may have; try again later"
+            message = "the proxy has reached its limit of connections; try again later"
             self._refuse(ProxyError(503, "service_unavailable", message, code="too_many_connections", retry_after_s=1))
 
     def eof_received(self) -> None:

@@ -166,14 +166,14 @@ class ProxyServer:
         settings = self._settings
         if draining is not None:
             draining.is_draining = True
-        _log.info("shutting down; a second signal ends what still runs")
+        _log.info("the proxy is shutting down; a second signal ends running requests")
         connections.drain()
         await _first(settings.drain_delay_s, self._cutting.wait())
         accepting.close()
         connections.close_idle()
         await _first(settings.grace_s, self._cutting.wait(), connections.wait_empty())
         if connections:
-            _log.warning("%d connections are cut: the proxy shuts down", len(connections))
+            _log.warning("the proxy shuts down and closes %d connections", len(connections))
 
 
 def _service(

@@ -1,8 +1,8 @@
 """Starts what lives as long as the app does, and closes it again in the reverse order.
 
-Invariant: whatever is opened is registered in the exit stack in the next statement, so a start that fails in any of its
-steps leaves nothing open. Fleet and pools come last, since closing them ends legs, which are recorded and traced; both
-hold nothing before the first instance joins.
+Invariant: every object that is opened is registered in the exit stack in the next statement, so a start that fails in
+any step leaves nothing open. Fleet and pools come last, since closing them ends legs, which are recorded and traced;
+both hold nothing before the first instance joins.
 """
 
 import asyncio
@@ -369,7 +369,7 @@ def _open_event_consumer(
     Otherwise the log says why not, once an engine that publishes events joins.
     """
     if prefixes is None:
-        why = f"since the policy {settings.policy} does not look at what engines have cached; --policy cache_aware does"
+        why = f"because the policy {settings.policy} does not use engines' caches; --policy cache_aware does"
         fleet.add_listener(UnusedEventsLogger(loop.call_soon, why))
         return None
     try:

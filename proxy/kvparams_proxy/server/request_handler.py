@@ -1,7 +1,7 @@
 """Handles a request from the wire to its execution: authentication, parsing, and error responses.
 
-The same for both ways in, the short one (`direct_path.py`) and ASGI. Invariant: a client that may not ask is refused
-before the body is read.
+The same for both ways in, the short one (`direct_path.py`) and ASGI. A client that may not ask is refused before its
+body is read.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _JSON: Final = b"application/json"
 _NOT_JSON: Final = "the Content-Type must be application/json"
 """vLLM 0.32.0 asks the same (entrypoints/openai/utils.py, validate_json_request): a page of another site can make a
 browser send any other type without asking first."""
-_UPGRADE: Final = "this server leaves out the body of a request that asks for an upgrade; send it without Upgrade"
+_UPGRADE: Final = "this server drops the body of requests with an Upgrade header; send the request without it"
 """uvicorn 0.34 to 0.54 with httptools (uvicorn's issue 2722, httptools' 124)."""
 _SHORT_LENGTH: Final = 6
 """Digits of a Content-Length that is below any limit worth a look."""
@@ -112,7 +112,7 @@ class RequestHandler:
             elif name == b"x-request-id":
                 given = value
             elif name == b"content-encoding" and value.lower() != b"identity":
-                error = ProxyError(415, "invalid_request_error", "the body must come without a content-encoding")
+                error = ProxyError(415, "invalid_request_error", "the body must not have a Content-Encoding")
             elif name == b"authorization":
                 if authorization is not None:
                     error = ProxyError(400, "invalid_request_error", "there must be one Authorization header")

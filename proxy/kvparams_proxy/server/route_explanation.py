@@ -45,7 +45,7 @@ async def explain_route(request: Request) -> Response:
     role = Role.PREFILL if resources.fleet.has_candidates(Role.PREFILL, facts.model) else Role.AGGREGATED
     explained = resources.fleet.explain(role, facts)
     if explained is None or resources.prefix_cache is None:
-        message = f"the policy {resources.settings.policy} does not look at what engines have cached"
+        message = f"the policy {resources.settings.policy} does not use engines' caches"
         raise ProxyError(400, "invalid_request_error", message, code="policy")
     by_client = facts.token_ids is not None or facts.routing_ids is not None
     found = prompt.source if prompt is not None else "client" if by_client else None
@@ -60,7 +60,7 @@ async def _inbound(resources: ExecutionResources, endpoint: APIEndpoint, request
     try:
         body = await read_asgi_body(request.receive, RequestBody(limits.max_bytes))
     except ConnectionError:
-        raise ProxyError(400, "invalid_request_error", "the body has broken off") from None
+        raise ProxyError(400, "invalid_request_error", "the body is incomplete") from None
     tenant = request.query_params.get("tenant")
     client = None if tenant is None else AuthenticatedClient("", tenant, 0, tenant_cache_salt(tenant, None))
     name = resources.new_id()

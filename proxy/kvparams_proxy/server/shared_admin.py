@@ -119,7 +119,7 @@ async def checked_spec(registry: Registry, document: object) -> InstanceSpec:
         raise ConfigError(("the instance cannot be used",))
     if registry.is_local(entry):
         raise ConfigError(
-            (f"role: the engine beside this sidecar does all {entry.role}; add others of the other role",)
+            (f"role: the engine beside this sidecar does all {entry.role}; add only engines of the other role",)
         )
     if entry.credential_sources != rules.credential_sources:
         access = await asyncio.to_thread(load_credentials, entry.credential_sources, "the instance", problems)

@@ -68,7 +68,10 @@ class DisaggregatedServerMixin:
         if settings.local is None:
             raise ValueError("the settings do not say which instance this app is: Settings(..., beside=ID)")
         if settings.local.role not in LOCAL_MANAGERS:
-            raise ValueError(f"an engine whose role is {settings.local.role} splits no requests")
+            raise ValueError(
+                f"an engine with the role {settings.local.role} cannot split requests; its role must be prefill "
+                "or decode"
+            )
         if settings.modes == DEFAULT_MODES:
             settings = replace(
                 settings, modes=(ManagerMode(LOCAL_MANAGERS[settings.local.role]),), modes_are_fixed=True

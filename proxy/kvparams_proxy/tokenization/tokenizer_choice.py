@@ -26,7 +26,7 @@ class TokenizationMethod(StrEnum):
 TokenizerChoices = Mapping[str | None, Path | TokenizationMethod]
 """By model; under None stands the way of all others."""
 _MOST: Final = 256
-_MUST: Final = "must be PATH, engine or bytes, or MODEL=PATH and so on, several separated by commas"
+_MUST: Final = "must be PATH, engine or bytes, each with an optional MODEL= before it; separate several by commas"
 
 
 def parse_tokenizer_choices(value: object, folder: Path) -> TokenizerChoices:
@@ -77,6 +77,6 @@ def _load(paths: set[Path]) -> "dict[Path, LocalTokenizer]":
     try:
         from kvparams_proxy.tokenization.tokenizer_files import load_local_tokenizer
     except ImportError as error:
-        message = f"a tokenizer needs more than is installed ({error}): pip install 'kvparams[tokens]'"
+        message = f"a tokenizer needs packages that are not installed ({error}): pip install 'kvparams[tokens]'"
         raise TokenizerError(message) from error
     return {path: load_local_tokenizer(path) for path in paths}

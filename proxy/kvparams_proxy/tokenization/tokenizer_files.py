@@ -43,7 +43,7 @@ def load_local_tokenizer(path: Path, cache_bytes: int = CACHE_BYTES) -> LocalTok
     try:
         templates = {name: ChatTemplate(text, specials) for name, text in _templates(file.parent, config).items()}
     except TemplateError as error:
-        raise TokenizerError(f"the chat template in {file.parent} is none: {error}") from error
+        raise TokenizerError(f"the chat template in {file.parent} is invalid: {error}") from error
     return LocalTokenizer(tokenizer, templates, cache_bytes)
 
 
@@ -55,7 +55,7 @@ def _config(path: Path) -> dict[str, object]:
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{path} cannot be read: {error}") from error
     if not isinstance(found, dict):
-        raise TokenizerError(f"{path} is no object")
+        raise TokenizerError(f"{path} is not a JSON object")
     return cast("dict[str, object]", found)
 
 

@@ -1,7 +1,9 @@
 """An HTTP/1.1 connection to an engine. Asyncio and httptools call it; it calls the sink of its exchange.
 
-It sends POST with a body it already holds and reads what HTTP/1.1 allows for an answer. Invariant: whatever an
-engine sends, an exchange ends once, and a connection is used again only when its last answer was whole and alone.
+It sends POST with a body it already holds and reads what HTTP/1.1 allows for an answer.
+
+Invariant: an exchange ends once, whatever an engine sends, and a connection is used again only when its last answer was
+whole and alone. A second answer on it belongs to no request.
 """
 
 import asyncio

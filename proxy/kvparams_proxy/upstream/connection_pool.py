@@ -161,7 +161,7 @@ class UpstreamConnectionPool:
         now = self._loop.time()
         if now - self._said_s > _SAY_AGAIN_S:
             self._said_s = now
-            _log.warning("no connection to an engine: this process has as many files open as it may (ulimit -n)")
+            _log.warning("no connection to an engine: this process has reached its limit of open files (ulimit -n)")
         return UpstreamOverflow("the proxy has no file descriptor left", connected=False)
 
     async def _connected_in_time(self) -> UpstreamConnection:

@@ -1,7 +1,7 @@
 """The interface executions use to reach an engine: over HTTP (`connection_pool.py`), in this process, over a queue.
 
-Invariant: an implementation keeps what `types.ResponseSink` promises. A sink hears `on_done` exactly once, never from
-within `exchange`, and nothing after it.
+An implementation keeps the promises of `types.ResponseSink`: a sink hears `on_done` exactly once, never from within
+`exchange`, and nothing after it.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The conformance suite as the author of another store meets it: the example runs, failures and gaps are in words."""
+"""Tests the conformance suite as a store's author meets it: its example runs, and it reports failures in words."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Faulty stores fail exactly the tests that they should, and no fault gets a wrong byte past the header of a page."""
+"""Tests that a faulty store fails exactly the tests that it should, and that page headers catch every wrong byte."""
 
 import re
 import subprocess

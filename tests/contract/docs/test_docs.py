@@ -1,4 +1,4 @@
-"""What docs/ shows works: Python runs, commands parse, fleet files and JSON are valid, links lead somewhere."""
+"""Tests that docs/ works: Python runs, commands parse, fleet files and JSON are valid, and links resolve."""
 
 import json
 import re

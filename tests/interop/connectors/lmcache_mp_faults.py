@@ -1,6 +1,6 @@
-"""The traps of LMCache's multi-process server, each shown with LMCache's own client and then handled by the store.
+"""Shows each trap of LMCache's multi-process server with LMCache's own client, then tests that the store avoids it.
 
-Run by LMCache's interpreter, from test_lmcache_mp.py. The one rule: a trap that the control no longer shows is news.
+LMCache's interpreter runs it, from test_lmcache_mp.py. A trap that LMCache's own client no longer meets fails its test.
 """
 
 import subprocess
@@ -265,7 +265,7 @@ def test_a_flipped_byte_in_the_pool_is_left_to_whoever_reads_pages(case: Case, s
         ("?vaule=1MiB", "unknown setting vaule"),
         ("?max_value=2GiB", "is more than"),
         ("?prefix=a/b", "prefix='a/b'"),
-        ("/path", "names no server"),
+        ("/path", "has no server"),
         ("?connect_ms=300", "no LMCache server answers"),
     ],
 )

@@ -1,4 +1,7 @@
-"""LMCache's multi-process server, stopped for long; run by LMCache's interpreter, from test_lmcache_mp.py."""
+"""Tests the store while LMCache's multi-process server is stopped for long.
+
+LMCache's interpreter runs it, from test_lmcache_mp.py.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

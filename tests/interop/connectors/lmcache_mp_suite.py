@@ -1,6 +1,7 @@
-"""The conformance suite on the multi-process server's store; run by LMCache's interpreter, from test_lmcache_mp.py.
+"""Runs the conformance suite on the store of LMCache's multi-process server.
 
-The one rule: where the store is held to less than the suite asks, the test here says what it is held to instead.
+LMCache's interpreter runs it, from test_lmcache_mp.py. Where the store promises less than the suite asks, the test here
+states what it promises instead.
 """
 
 from collections.abc import Iterator

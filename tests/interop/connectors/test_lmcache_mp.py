@@ -1,7 +1,7 @@
-"""LMCache's multi-process server as a store: its parts here, the rest in LMCache's own environment.
+"""Tests LMCache's multi-process server as a store: its parts here, the rest in LMCache's own environment.
 
-There run the whole conformance suite (`lmcache_mp_suite.py`), the server's traps, each with a control
-(`lmcache_mp_faults.py`), and what it costs when the server is stopped for long (`lmcache_mp_stops.py`).
+That environment runs the whole conformance suite (`lmcache_mp_suite.py`), the server's traps, each with a control
+(`lmcache_mp_faults.py`), and a server that is stopped for long (`lmcache_mp_stops.py`).
 """
 
 import importlib.util

@@ -1,7 +1,7 @@
-"""Our stores under LMCache 0.5.6's own `StorageManager`: what was put comes back, and what was damaged never does.
+"""Tests our stores under LMCache 0.5.6's own `StorageManager`: stored chunks come back, and damaged ones never do.
 
-LMCache runs in a process of its own, configured by its own YAML. The control beside it: with LMCache's own connector a
-flipped byte is loaded without a word.
+LMCache runs in a process of its own, configured by its own YAML. A control shows that LMCache's own connector loads a
+flipped byte without an error.
 """
 
 import subprocess

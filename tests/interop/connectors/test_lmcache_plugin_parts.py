@@ -1,4 +1,4 @@
-"""The parts of the LMCache plugin that need no LMCache: names of chunks, settings, and the traffic under faults."""
+"""Tests the parts of the LMCache plugin that need no LMCache: chunk names, settings, and transfers under faults."""
 
 import asyncio
 import threading

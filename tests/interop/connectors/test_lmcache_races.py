@@ -1,9 +1,9 @@
-"""Clients of one `lm://` server at the same time, step by step: every order of their requests that Hypothesis can find.
+"""Tests clients of one `lm://` server at the same time, in every order of their requests that Hypothesis finds.
 
-The server here is a model of the real one, which `test_lmcache_traps.py` holds to what is assumed of it: requests of a
-connection are done in order, a put overwrites, a put that is cut off is dropped (reset) or leaves remains (closed), and
-the remains break the connection that asks for them. Requests that were sent may be done long after their sender has
-gone. The one rule: one request is done at a time, and which one is next is drawn.
+The server here is a model of the real one, and `test_lmcache_traps.py` checks the model's assumptions. The requests of
+a connection are done in order. A put overwrites. A put that is cut off is dropped (reset) or leaves remains (closed),
+and the remains break the connection that asks for them. Requests that were sent may be done long after their sender has
+gone. The model does one request at a time and draws which one is next.
 """
 
 import struct

@@ -1,4 +1,4 @@
-"""The Mooncake store against a real master and owners: the conformance suite, its settings, what it may not do."""
+"""Tests the Mooncake store against a real master and owners: the conformance suite, its settings, its restrictions."""
 
 import os
 import signal
@@ -338,16 +338,16 @@ GOOD = ClusterFacts(0.0004, ResultCode.OK, [("10.0.0.2:15000", 4096, 64)], None)
     [
         (GOOD, "", {}, None),
         (replace(GOOD, question_s=0.05), "", {}, "answers in 50.0 ms"),
-        (replace(GOOD, lease_s=0.5), "", {}, "leased for 0.5 s only"),
+        (replace(GOOD, lease_s=0.5), "", {}, "leases a value for only 0.5 s"),
         (GOOD, "replicas=2", {}, "there are no more owners"),
         (replace(GOOD, copies=GOOD.copies * 2), "replicas=2", {}, None),
         (replace(GOOD, devices=("mlx5_0", "mlx5_1")), "", {}, "RDMA devices: mlx5_0, mlx5_1"),
         (replace(GOOD, devices=("mlx5_0",)), "protocol=rdma", {}, None),
         (GOOD, "protocol=rdma", {"MC_FORCE_TCP": "1"}, "MC_FORCE_TCP is set"),
-        (GOOD, "metadata=http://10.0.0.1:8080/metadata", {}, "metadata names a service"),
-        (GOOD, "segment=1GiB", {}, "gone when this process ends"),
+        (GOOD, "metadata=http://10.0.0.1:8080/metadata", {}, "metadata names another service"),
+        (GOOD, "segment=1GiB", {}, "lost when it ends"),
         (GOOD, "", {"MC_STORE_MEMCPY": "0"}, None),
-        (replace(GOOD, copies=[("127.0.0.1:15000", 4096, 64)]), "", {}, "on its own machine only"),
+        (replace(GOOD, copies=[("127.0.0.1:15000", 4096, 64)]), "", {}, "works only on its own machine"),
     ],
 )
 def test_settings_that_will_hurt_are_warned_of(
@@ -388,7 +388,7 @@ def test_what_a_cluster_does_to_a_value_is_seen_and_nothing_is_left(
     bad = [advice.finding for advice in found if advice.level != "ok"]
     assert len(bad) == 2
     assert "there are no more owners" in bad[0]
-    assert "leased for 0." in bad[1]  # this master's lease is 50 ms
+    assert "leases a value for only 0." in bad[1]  # this master's lease is 50 ms
     assert before == [0]
     store.close()
 

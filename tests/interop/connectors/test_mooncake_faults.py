@@ -1,4 +1,4 @@
-"""What the Mooncake store does while the processes behind it are killed, stopped and started again."""
+"""Tests the Mooncake store while the processes behind it are killed, stopped and started again."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""Mooncake masters that are not well when a store is opened: nobody in this process waits for them."""
+"""Tests that a store opens without delay while its Mooncake master is not well."""
 
 import signal
 import threading

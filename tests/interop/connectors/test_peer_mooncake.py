@@ -1,4 +1,4 @@
-"""The peer store with Mooncake's transfer engine: the same bytes, and its habits kept from whoever reads."""
+"""Tests the peer store with Mooncake's transfer engine: it reads the same bytes, and hides the engine's quirks."""
 
 import socket
 import threading
@@ -340,14 +340,14 @@ def test_landing_slots_that_are_lost_are_replaced_a_few_times_and_said(
     assert transfer.lost_slots == 4 * slots
     assert get(reader, [1]) == [ResultCode.OK]  # over the connection
     assert reader.statistics.bytes_transferred == SIZE
-    assert any("not used any more" in one.finding for one in advice_from_store(reader))
+    assert any("is no longer used" in one.finding for one in advice_from_store(reader))
 
 
 def test_what_the_doctor_hears_of_an_engine_that_asks_nobody(opened: list[KVStore]) -> None:
     """Also on a loopback address: the engine listens everywhere."""
     found = advice_from_store(peer(opened, transport="mooncake"))
     assert [one.level for one in found] == ["ok", "warning", "warning"]
-    assert "whoever reaches it read and write" in found[1].finding
+    assert "can read and write registered memory" in found[1].finding
     assert "authenticated pages" in found[1].action
 
 

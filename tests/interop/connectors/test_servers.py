@@ -1,4 +1,4 @@
-"""The servers that tests start: one whose start fails is not left behind."""
+"""Tests that a test server whose start fails is not left behind."""
 
 import subprocess
 from collections.abc import Callable

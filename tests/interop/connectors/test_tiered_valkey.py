@@ -1,4 +1,4 @@
-"""Memory before a real server: what an engine sees when the server is stopped, killed, and back."""
+"""Tests memory in front of a real server: what an engine sees when the server is stopped, killed, and back."""
 
 import time
 from collections.abc import Iterator

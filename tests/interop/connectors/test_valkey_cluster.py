@@ -1,4 +1,4 @@
-"""The Valkey store on a cluster of three real servers: slots, redirects, a server that is gone."""
+"""Tests the Valkey store on a cluster of three real servers: slots, redirects, and a server that is gone."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The Valkey store when its server is killed, stopped, full or cut off: nothing wrong is read, nothing hangs."""
+"""Tests the Valkey store while its server is killed, stopped, full or cut off: no read is wrong, and no call hangs."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""The Valkey store on real servers: the conformance suite, what its URLs say, and what is its own."""
+"""Tests the Valkey store on real servers: the conformance suite, its URLs, and its own features."""
 
 import logging
 import ssl
@@ -332,9 +332,9 @@ def test_settings_of_a_server_that_will_hurt_are_warned_of(
     assert "volatile" in bad(parse_facts({**info, "maxmemory_policy": "volatile-lru"}, {}), ttl=False)
     assert bad(parse_facts({**info, "maxmemory_policy": "volatile-lru"}, {}), ttl=True) == ""
     assert "maxmemory" in bad(parse_facts({**info, "maxmemory": 0}, {}), ttl=True)
-    assert "does not say of whom" in bad(parse_facts({**info, "role": "slave"}, {}), ttl=True)
+    assert "without a known primary" in bad(parse_facts({**info, "role": "slave"}, {}), ttl=True)
     known = {**info, "role": "slave", "master_host": "10.0.0.1", "master_port": 6379}
-    assert "10.0.0.1:6379 is asked in its place" in bad(parse_facts(known, {}), ttl=True)
+    assert "switches to its primary, 10.0.0.1:6379" in bad(parse_facts(known, {}), ttl=True)
     assert bad(parse_facts({**known, "cluster_enabled": 1}, {}), ttl=True) == ""  # it says itself whom to ask
     assert "INFO" in bad(ServerFacts(), ttl=False)
     assert parse_facts(info, {"proto-max-bulk-len": "50"}).max_value_bytes == 50

@@ -1,4 +1,4 @@
-"""Without SGLang (`make test-sglang` installs it) only the core is tested."""
+"""Leaves only the core tests where SGLang is not installed; `make test-sglang` installs it."""
 
 import tempfile
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
-"""SGLang's own controllers with their storage threads, between a host pool and our backend, on a CPU.
+"""Runs SGLang's own controllers with their storage threads, between a host pool and our backend, on a CPU.
 
-The one rule: what a scheduler would do with them is done here, in its order; nothing of theirs is imitated.
+It makes a scheduler's calls in the scheduler's order, and replaces no code of SGLang's controllers.
 """
 
 import threading

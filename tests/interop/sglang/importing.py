@@ -1,7 +1,7 @@
-"""SGLang's package on a CPU, imported as it is, without `sgl_kernel` and whatever else needs a GPU.
+"""Imports SGLang's package on a CPU, as it is, without `sgl_kernel` and other packages that need a GPU.
 
-On a CPU SGLang does not ask for them. Only torchvision, which it imports for models that see, is a CUDA build that does
-not find its operators; two of them are declared, and nobody calls them.
+On a CPU SGLang does not ask for them. SGLang imports torchvision for vision models. It is a CUDA build that does not
+find its operators, so two of them are declared here; no test calls them.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""SGLang's own pools, small, on a CPU, and our backend on them as SGLang's own factory makes it.
+"""Creates SGLang's own pools, small and on a CPU, and our backend on them through SGLang's own factory.
 
-The one rule: nothing of SGLang is imitated; what it would be told by a server's command line it is told here.
+No code of SGLang is replaced. The arguments here stand for those of a server's command line.
 """
 
 from collections.abc import Generator, Mapping, Sequence

@@ -1,6 +1,7 @@
-"""One of two tensor parallel ranks, in a process of its own: `python -m tests.interop.sglang.rank STORE PORT RANK`.
+"""Runs one of two tensor parallel ranks in a process: `python -m tests.interop.sglang.rank STORE PORT RANK`.
 
-Both store and load the same tokens; in between, the second one damages a page of its own. Prints what it saw as JSON.
+Both ranks store and load the same tokens. In between, the second one damages a page of its own. It prints its results
+as JSON.
 """
 
 import json

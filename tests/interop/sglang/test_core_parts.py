@@ -1,4 +1,4 @@
-"""What the SGLang backend does without SGLang: forms, settings, weights, and pages on their way, under faults."""
+"""Tests the SGLang backend without SGLang: layouts, settings, weights, and page transfers under faults."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -226,7 +226,7 @@ def test_adapters_of_one_name_and_path_with_other_weights_share_nothing(tmp_path
     weights = SGLangSettings(store="memory:")
     model = folder(tmp_path / "model", b"3")
     told = {**TOLD, "model_path": str(model), "adapters": [("b", str(tmp_path / "nothing"))]}
-    with pytest.raises(StoreError, match="which weights the LoRA adapter b has cannot be seen"):
+    with pytest.raises(StoreError, match="the weights of the LoRA adapter b cannot be identified"):
         identify_model(weights, "s", told, draft_layers=0)
 
 
@@ -234,13 +234,13 @@ def test_weights_that_cannot_be_known_are_refused(tmp_path: Path) -> None:
     said = SGLangSettings(store="memory:", revision="1")
     (tmp_path / "empty").mkdir()
     for path in ("org/model-that-is-not-here", str(tmp_path / "empty")):
-        with pytest.raises(StoreError, match="cannot be seen; say which weights these are by the setting revision"):
+        with pytest.raises(StoreError, match="cannot be identified; name the weights with the setting revision"):
             identify_model(PLAIN, "s", {**TOLD, "model_path": path}, draft_layers=0)
-    with pytest.raises(StoreError, match="the weights are made up"):
+    with pytest.raises(StoreError, match="the weights are random"):
         identify_model(PLAIN, "s", {**TOLD, "load_format": "dummy"}, draft_layers=0)
-    with pytest.raises(StoreError, match="says nothing of its model; set model and revision"):
+    with pytest.raises(StoreError, match="does not name its model; set model and revision"):
         identify_model(PLAIN, "s", None, draft_layers=0)
-    with pytest.raises(StoreError, match="of both models"):
+    with pytest.raises(StoreError, match="for both models"):
         identify_model(PLAIN, "s", TOLD, draft_layers=1)
     assert identify_model(said, "s", None, draft_layers=0) == ("s", "1")
     drafts = [{**TOLD, "speculative_draft_model_path": path} for path in ("a", "b")]

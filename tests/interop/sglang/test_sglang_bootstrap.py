@@ -1,6 +1,6 @@
-"""What the proxy reads from SGLang's own bootstrap server, and SGLang's own request class from the proxy's legs.
+"""Tests the proxy's reading of SGLang's own bootstrap server, and SGLang's request class with the proxy's legs.
 
-Engines themselves do not run in this mode without a GPU: who really meets in these rooms is SGLang's matter.
+Engines themselves do not run in this mode without a GPU, so these tests do not show which of them meet in a room.
 """
 
 import json

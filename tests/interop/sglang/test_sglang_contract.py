@@ -1,4 +1,4 @@
-"""The SGLang that is installed still is what `interface.py` and `backend.py` say; another one fails here, by name."""
+"""Checks that the installed SGLang is what `interface.py` and `backend.py` state; another one fails here, by name."""
 
 import inspect
 import re

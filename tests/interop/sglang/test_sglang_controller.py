@@ -1,6 +1,6 @@
-"""SGLang's own controllers, with their storage threads, on our backend: what a server does, without a GPU.
+"""Tests SGLang's own controllers and their storage threads on our backend, as a server uses them, without a GPU.
 
-Not here, for it needs kernels that only run on a GPU: the way between the device and the host pool.
+The copy between the device and the host pool is not tested, because it needs kernels that only run on a GPU.
 """
 
 import json
@@ -252,8 +252,8 @@ def test_two_ranks_agree_on_the_prefix_that_both_have(server: ValkeyServer) -> N
         ({"deadlin_s": 5}, StoreError, "deadlin_s: is not known here; did you mean deadline_s"),
         ({"store": None}, StoreError, "store: must be the store's URL"),
         ({"store": "nothing:"}, Exception, "nothing"),
-        ({"revision": None}, StoreError, "say which weights these are by the setting revision"),
-        ({"tp_lcm_size": 4}, StoreError, "leave tp_lcm_size out"),
+        ({"revision": None}, StoreError, "name the weights with the setting revision"),
+        ({"tp_lcm_size": 4}, StoreError, "remove tp_lcm_size"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_at_start_and_can_be_mended(
@@ -287,7 +287,7 @@ def test_the_command_line_of_a_server(start: Start, shared_memory: Path, caplog:
     engine.controller.detach_storage_backend()
     del config["interface_v1"]
     engine.controller.attach_storage_backend("dynamic", threshold, "tiny", config, host_pools=entries)
-    assert 'without "interface_v1": 1 SGLang copies every page once more' in caplog.text
+    assert 'set "interface_v1": 1; without it SGLang copies every page once more' in caplog.text
     assert engine.load(_TOKENS)[:2] == (len(_TOKENS), len(_TOKENS))
 
 
@@ -309,7 +309,7 @@ def test_metrics_are_sglangs_and_clearing_is_refused(group: Any) -> None:
         assert (stats.backup_pgs, stats.prefetch_pgs) == ([12], [12])
         assert len(stats.backup_bandwidth) == len(stats.prefetch_bandwidth) == 1
         assert engine.backend.get_stats().backup_pgs == []
-        with pytest.raises(StoreError, match="is not cleared from here"):
+        with pytest.raises(StoreError, match="does not clear a store"):
             engine.controller.clear_storage_backend()
         engine.controller.detach_storage_backend()
         plain = Engine("hybrid", Shape(), group, extra_config("memory:?size=64MiB"))

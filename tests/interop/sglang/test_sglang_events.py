@@ -1,4 +1,4 @@
-"""KV events of the SGLang that is installed: its own classes, its own radix cache, its own publisher over ZMQ."""
+"""Tests KV events of the installed SGLang: its own classes, its own radix cache, its own publisher over ZMQ."""
 
 import json
 from array import array

@@ -1,4 +1,4 @@
-"""The proxy around vLLM's app, on prefill's side: `vllm serve --middleware tests.interop.vllm.beside.Beside`."""
+"""Puts the proxy around vLLM's app, on prefill's side: `vllm serve --middleware tests.interop.vllm.beside.Beside`."""
 
 import os
 from typing import Final

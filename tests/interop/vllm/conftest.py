@@ -1,4 +1,7 @@
-"""Models and folders for real vLLM engines. Without vLLM (`make test-vllm` installs it) only the core is tested."""
+"""Provides models and folders for real vLLM engines, and leaves only the core tests where vLLM is not installed.
+
+`make test-vllm` installs it.
+"""
 
 import subprocess
 import sys

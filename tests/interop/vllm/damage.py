@@ -1,4 +1,4 @@
-"""Stored pages that are changed behind an engine's back."""
+"""Changes stored pages behind an engine's back."""
 
 from typing import Final
 

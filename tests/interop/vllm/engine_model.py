@@ -1,8 +1,8 @@
-"""vLLM's scheduler as a connector sees it (0.32, v1/core/sched/scheduler.py), with blocks that know what they hold.
+"""Models vLLM's scheduler as a connector sees it (0.32, v1/core/sched/scheduler.py), with blocks that record content.
 
-It does what vLLM does in the order in which vLLM does it, and complains where vLLM would compute on wrong KV, leak a
-block or free one twice. A block that nobody uses any more is overwritten at once. Loads end when a test says so, as far
-as it says, and so does the copying of what is saved. Weights have lives: what was computed in one is wrong in others.
+It follows vLLM's own order of calls, and fails where vLLM would compute on wrong KV, leak a block or free one twice. It
+overwrites a block as soon as the block is free. A test decides when loads and copies of saved blocks end, and how far
+they get. KV that was computed under one set of weights is wrong under others.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Real vLLM engines as child processes, and what the tests ask of them."""
+"""Runs real vLLM engines as child processes, and sends them the requests of tests."""
 
 import json
 import os

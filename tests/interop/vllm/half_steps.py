@@ -1,4 +1,4 @@
-"""vLLM's scheduler half without vLLM: what it is configured by, requests as vLLM makes them, and one step of them."""
+"""Drives the scheduler's half of vLLM without vLLM: its configuration, requests as vLLM makes them, single steps."""
 
 import time
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Stock vLLM engines that publish KV events, the proxy that hears them, and lines between them that can be cut."""
+"""Runs stock vLLM engines that publish KV events, a proxy that subscribes to them, and connections that can be cut."""
 
 import json
 import sys

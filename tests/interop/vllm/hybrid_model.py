@@ -1,4 +1,4 @@
-"""A tiny Gemma 3 with random weights: layers with a sliding window between layers with full attention.
+"""Writes a tiny Gemma 3 with random weights: layers with a sliding window between layers with full attention.
 
 Six layers make three groups of two in vLLM's cache: two with a window, one without.
 """

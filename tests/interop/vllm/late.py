@@ -1,7 +1,7 @@
-"""Our connector with saves that are copied late; vLLM loads `LateConnector` by its module path.
+"""Provides our connector with saves that are copied late; vLLM loads `LateConnector` by its module path.
 
-Each of them waits until another one has been ordered, at most `KVPARAMS_LATE_S` seconds. With `KVPARAMS_LATE_HELD=no`
-the engine is not told to keep their blocks: that is what a save looks like that is copied when others have its blocks.
+Each save waits until another one has been ordered, at most `KVPARAMS_LATE_S` seconds. With `KVPARAMS_LATE_HELD=no` the
+engine is not told to keep the blocks, so such a save is copied when other requests have its blocks.
 """
 
 import os

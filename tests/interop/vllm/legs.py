@@ -1,4 +1,4 @@
-"""The two legs of a request, spoken to engines directly: what the proxy would say."""
+"""Sends the two legs of a request to engines directly, as the proxy would."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

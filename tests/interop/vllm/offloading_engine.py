@@ -1,6 +1,6 @@
-"""The scheduler's side of vLLM's offloading, without an engine: its own manager and host memory, with our tier.
+"""Runs the scheduler's side of vLLM's offloading without an engine: its own manager and host memory, with our tier.
 
-What a model would write into a chunk is `compute(key)`; so every chunk can be checked, byte by byte.
+`compute(key)` is what a model would write into a chunk, so every chunk can be checked, byte by byte.
 """
 
 import random

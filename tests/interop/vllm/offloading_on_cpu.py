@@ -1,8 +1,8 @@
-"""vLLM's TieringOffloadingSpec on a machine without a GPU, for tests: `spec_name` OnCPU, this `spec_module_path`.
+"""Provides vLLM's TieringOffloadingSpec without a GPU, for tests: `spec_name` OnCPU, this `spec_module_path`.
 
 vLLM 0.32 refuses to offload from a CPU ("only supported on CUDA-alike and XPU GPUs", vllm/v1/kv_offload/cpu/spec.py).
-All of its code runs here nevertheless, but for four stand-ins: the question whether a tensor is a GPU's, streams,
-events, and the copy itself, which is done at once. The one rule: nothing else of vLLM is replaced.
+All of its code runs here nevertheless, except for four stand-ins: the question whether a tensor is a GPU's, streams,
+events, and the copy itself, which is done at once.
 """
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false

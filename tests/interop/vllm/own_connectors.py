@@ -1,4 +1,4 @@
-"""How engines are started with vLLM's own connectors, and pairs of them with our proxy in front."""
+"""Starts engines with vLLM's own connectors, and pairs of them with our proxy in front."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Real stores for engines to share, by name: each with the URL that prefill writes to and the one that decode reads."""
+"""Names real stores for engines to share, each with the URL that prefill writes to and the one that decode reads."""
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager

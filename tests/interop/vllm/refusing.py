@@ -1,7 +1,7 @@
-"""Engines of vLLM that do not start, each in a process of its own: `python -m tests.interop.vllm.refusing JSON`.
+"""Starts engines that refuse to start, each in a forked process: `python -m tests.interop.vllm.refusing JSON`.
 
-JSON is a list of [model folder, settings of `kv_transfer_config`]; printed is, as the last line, what each has said, in
-their order. vLLM is imported once and has no server here: that takes a quarter of the time.
+JSON is a list of [model folder, settings of `kv_transfer_config`]. The last line of the output has the message of each
+of them, in their order. The parent imports vLLM once and starts no server, which takes a quarter of the time.
 """
 
 import json

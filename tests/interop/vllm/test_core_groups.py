@@ -1,4 +1,4 @@
-"""Groups of layers, without vLLM: which are known, up to where a sequence is held, what is loaded, saved, promised."""
+"""Tests groups of layers without vLLM: which are known, how far a sequence is held, and what is loaded and saved."""
 
 import time
 from collections.abc import Sequence
@@ -80,11 +80,11 @@ def test_groups_keep_all_tokens_or_a_window() -> None:
 @pytest.mark.parametrize(
     ("specs", "more", "words"),
     [
-        ([], {}, "0 groups of layers (none)"),
-        ([FullAttentionSpec(), MambaSpec()], {}, "kind MambaSpec is not known here; known: FullAttentionSpec, MLA"),
-        ([FullAttentionSpec(), SlidingWindowSpec()], {"tells": False}, "disable-hybrid-kv-cache-manager, or switch"),
-        ([SlidingWindowSpec()], {"tells": False}, "failed: switch the store off"),
-        ([FullAttentionSpec(), _Short(128, 16)], {}, "blocks of [16, 32] tokens"),
+        ([], {}, "no groups of layers"),
+        ([FullAttentionSpec(), MambaSpec()], {}, "kind MambaSpec is not supported; supported: FullAttentionSpec, MLA"),
+        ([FullAttentionSpec(), SlidingWindowSpec()], {"tells": False}, "disable-hybrid-kv-cache-manager, or turn"),
+        ([SlidingWindowSpec()], {"tells": False}, "single requests: turn the store off"),
+        ([FullAttentionSpec(), _Short(128, 16)], {}, "blocks of different sizes, [16, 32] tokens"),
         ([FullAttentionSpec(), _Short(127)], {"page": 128}, "to 96 or another multiple of 32 below"),
         ([FullAttentionSpec(), SlidingWindowSpec()], {"page": 48}, "must be whole blocks"),
         ([_Short(None)], {}, "a sliding window of None tokens"),

@@ -1,4 +1,4 @@
-"""The laws of the core, held by an engine that behaves like vLLM's scheduler and a store that fails at will."""
+"""Tests the laws of the core with a model of vLLM's scheduler and a store that fails at will."""
 
 # pyright: reportPrivateUsage=false
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Settings, documents, names and the self-test of the vLLM connector, without vLLM."""
+"""Tests settings, documents, names and the self-test of the vLLM connector, without vLLM."""
 
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ def test_settings_have_defaults() -> None:
         ({"store": "x", "promise_s": 6}, "promise_s is longer than deadline_s"),
         (
             {"store": "x", "promise_s": 6, "audience": "x"},
-            "longer than deadline_s; verify_with and audience go together",
+            "longer than deadline_s; verify_with and audience need each other",
         ),
     ],
 )
@@ -119,7 +119,7 @@ def test_what_keys_depend_on_is_kept() -> None:
 @pytest.mark.parametrize(
     ("change", "more", "words"),
     [
-        ({"mode": "pull"}, {}, "mode 'pull' is not spoken"),
+        ({"mode": "pull"}, {}, "mode 'pull' is not supported"),
         ({"phase": "release"}, {}, "does not belong to a request for tokens"),
         ({"isolation": {"lora": "x"}}, {"lora": "y"}, "isolation.lora"),
         ({"isolation": {"lora": "x"}}, {}, "isolation.lora"),
@@ -198,9 +198,9 @@ def test_a_rank_holds_its_heads() -> None:
     [
         ({"ranks": ParallelRanks(2, 0, pipeline=2)}, "--pipeline-parallel-size 1"),
         ({"ranks": ParallelRanks(2, 0, context=2)}, "context parallelism"),
-        ({"spec_heads": 4}, "switch the store off"),
-        ({"ranks": ParallelRanks(3, 0)}, "not the same number on each"),
-        ({"sizes": [1]}, "must hold this engine's size, 2"),
+        ({"spec_heads": 4}, "turn the store off"),
+        ({"ranks": ParallelRanks(3, 0)}, "cannot be divided equally"),
+        ({"sizes": [1]}, "must include this engine's size, 2"),
         ({"sizes": [3]}, "cannot be divided over 3 ranks"),
     ],
 )
@@ -217,7 +217,7 @@ def test_layers_are_counted_by_their_names() -> None:
             layer_index(name)
     check_layer_range([1, 0], 2)
     for wrong in ([0], [0, 0], [0, 1, 2], [1, 2]):
-        with pytest.raises(LayoutError, match="Switch the store off"):
+        with pytest.raises(LayoutError, match="Turn the store off"):
             check_layer_range(wrong, 2)
 
 
@@ -334,7 +334,7 @@ def test_the_self_test_leaves_nothing() -> None:
 def test_the_self_test_sees_bytes_that_change() -> None:
     with pytest.raises(SelfTestError, match="came back as"):
         _test_of(_Bent(open_store("memory:?size=4MiB"), gone=False))
-    with pytest.raises(SelfTestError, match="came back other than it was stored"):
+    with pytest.raises(SelfTestError, match="changed between save and load"):
         _test_of(_Bent(open_store("memory:?size=4MiB"), gone=False), verify=False)
 
 

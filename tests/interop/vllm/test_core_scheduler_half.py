@@ -1,4 +1,4 @@
-"""The scheduler's half against a store on disk, with requests as vLLM makes them, without vLLM."""
+"""Tests the scheduler's half against a store on disk, with requests as vLLM makes them, without vLLM."""
 
 # pyright: reportPrivateUsage=false
 import time
@@ -208,13 +208,17 @@ def test_a_consumer_saves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("store", "specs", "words"),
     [
-        ("memory:?size=1MiB", [FullAttentionSpec()], "several: choose one that others can reach"),
+        ("memory:?size=1MiB", [FullAttentionSpec()], "several processes; choose a shared store"),
         ("tiered:?l1=memory:", [FullAttentionSpec()], ""),
-        ("peer://127.0.0.1?size=1MiB", [FullAttentionSpec()], "at which port the worker listens"),
-        ("file://{}/kv?size=16MiB", [MambaSpec()], "a cache of the kind MambaSpec is not known"),
-        ("file://{}/kv?size=16MiB", [FullAttentionSpec(), MambaSpec()], "a cache of the kind MambaSpec is not known"),
-        ("file://{}/kv?size=16MiB", [FullAttentionSpec()] * 3, "Switch the store off"),
-        ("file://{}/kv?size=16MiB", [], "0 groups of layers (none)"),
+        ("peer://127.0.0.1?size=1MiB", [FullAttentionSpec()], "give the port of the worker"),
+        ("file://{}/kv?size=16MiB", [MambaSpec()], "a cache of the kind MambaSpec is not supported"),
+        (
+            "file://{}/kv?size=16MiB",
+            [FullAttentionSpec(), MambaSpec()],
+            "a cache of the kind MambaSpec is not supported",
+        ),
+        ("file://{}/kv?size=16MiB", [FullAttentionSpec()] * 3, "Turn the store off"),
+        ("file://{}/kv?size=16MiB", [], "no groups of layers"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(tmp_path: Path, store: str, specs: list[object], words: str) -> None:
@@ -296,7 +300,7 @@ def test_a_vllm_that_does_not_show_its_resets_is_told_of(
     pool: Any = Pool()
     del pool.cached_block_hash_to_block
     half.bind_pool(pool)
-    assert "does not show when its prefix cache is reset" in caplog.text
+    assert "does not show resets of its prefix cache" in caplog.text
     assert key_of(half, make_request("r"))
 
 
@@ -381,7 +385,7 @@ def test_a_document_that_is_none_is_counted_as_such(half: SchedulerConnector) ->
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ({"audience": "pool"}, "verify_with and audience go together"),
+        ({"audience": "pool"}, "verify_with and audience need each other"),
         ({"verify_with": "/nowhere/keys", "audience": "pool"}, "kv_connector_extra_config.verify_with"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a step waits for and what it does not: lookups within bounds, copies not at all."""
+"""Tests that a scheduler step waits for lookups within bounds, and never for copies."""
 
 import threading
 import time

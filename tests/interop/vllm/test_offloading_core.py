@@ -1,4 +1,4 @@
-"""The tier for vLLM's OffloadingConnector, without vLLM: names, settings, questions, and chunks on their way."""
+"""Tests the tier for vLLM's OffloadingConnector without vLLM: names, settings, lookups, and chunk transfers."""
 
 import json
 import mmap
@@ -239,12 +239,12 @@ def test_a_folder_says_which_weights_these_are(tmp_path: Path) -> None:
     [
         ({}, {"told": {"revision": None}}, "set revision in secondary_tiers"),
         ({}, {"platform": "rocm", "told": {"revision": None}}, "on this platform (rocm)"),
-        ({}, {"platform": "cpu", "told": {"revision": None}}, "set revision to a text that names weights and"),
-        ({"kv_cache_layout": None}, {}, "does not say how its KV lies in memory"),
-        ({"worker_kv_bytes_per_block": 0}, {}, "not known here"),
-        ({"worker_kv_bytes_per_block": 1000}, {}, "8192 bytes in vLLM's host memory, and 2000 bytes"),
-        ({"worker_kv_bytes_per_block": 5000}, {}, "8192 bytes in vLLM's host memory, and 10000 bytes"),
-        ({"groups": ()}, {}, "not known here"),
+        ({}, {"platform": "cpu", "told": {"revision": None}}, "Set revision to a text that names the weights and"),
+        ({"kv_cache_layout": None}, {}, "does not report its KV layout"),
+        ({"worker_kv_bytes_per_block": 0}, {}, "not supported"),
+        ({"worker_kv_bytes_per_block": 1000}, {}, "8192 bytes in vLLM's host memory, but 2000 bytes"),
+        ({"worker_kv_bytes_per_block": 5000}, {}, "8192 bytes in vLLM's host memory, but 10000 bytes"),
+        ({"groups": ()}, {}, "not supported"),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused(change: dict[str, Any], more: dict[str, Any], words: str) -> None:
@@ -292,7 +292,7 @@ def test_methods_that_went_are_refused(name: str) -> None:
 
 
 def test_methods_that_came_are_refused() -> None:
-    with pytest.raises(StoreError, match=r"a tier must have cancel as well.*take KVParamsTier out") as caught:
+    with pytest.raises(StoreError, match=r"a tier must have cancel as well.*remove KVParamsTier") as caught:
         require_known_interface("0.33.0", _manager(abstract=frozenset({*ABSTRACT_SIGNATURES, "cancel"})), _OTHERS)
     assert "vLLM 0.33.0" in str(caught.value)
 
@@ -633,7 +633,7 @@ def test_self_test(store: KVStore) -> None:
     with pytest.raises(StoreError, match="came back as flipped_payload"):
         bad.self_test()
     blind = OffloadChunkPipeline(flipping, FORM, verify=False)
-    with pytest.raises(StoreError, match="other than it was stored"):
+    with pytest.raises(StoreError, match="changed between save and load"):
         blind.self_test()
     failing = FaultyStore(store, lambda operation, _: Fault("fail") if operation == "put" else None)
     down = OffloadChunkPipeline(failing, FORM)

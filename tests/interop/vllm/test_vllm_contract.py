@@ -1,4 +1,4 @@
-"""The vLLM that is installed still is what `interface.py` and `connector.py` say; another one fails here, by name."""
+"""Checks that the installed vLLM is what `interface.py` and `connector.py` state; another one fails here, by name."""
 
 import inspect
 import subprocess
@@ -199,7 +199,7 @@ def test_the_tier_loads_in_the_version_that_it_knows_and_says_so_in_another() ->
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200)
     if is_earlier():
         assert run.returncode == 1
-        assert "speaks to a tier otherwise than 0.32, which is known here" in run.stderr.splitlines()[-1]
+        assert "has another tier interface than the supported version 0.32" in run.stderr.splitlines()[-1]
     else:
         assert run.returncode == 0, run.stderr
 

@@ -1,4 +1,4 @@
-"""Stored KV that is damaged, gone, or somebody else's: a real vLLM computes it or says an error, and never guesses."""
+"""Tests that a real vLLM computes KV whose stored copy is damaged, gone or foreign, or reports an error."""
 
 import random
 import time

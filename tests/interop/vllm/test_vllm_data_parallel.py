@@ -1,4 +1,4 @@
-"""Engines of one server (data parallelism) that keep pages in their own memory: each is read at a port of its own."""
+"""Tests data-parallel engines of one server that keep pages in their own memory: each has a port of its own."""
 
 import random
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""`make demo ENGINE=vllm` as a user runs it: it proves what it says and leaves nothing running.
+"""Tests `make demo ENGINE=vllm` as a user runs it: it proves its claims and leaves no process running.
 
-On a budget it runs whole with a store only; what it would show over NIXL `test_vllm_proxy_nixl.py` shows.
+A budgeted run uses a store only. `test_vllm_proxy_nixl.py` covers NIXL.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""KV events of the vLLM that is installed: its own classes, its own publisher over ZMQ, and an engine that computes."""
+"""Tests KV events of the installed vLLM: its own classes, its own publisher over ZMQ, and an engine that computes."""
 
 import json
 import random

@@ -1,6 +1,6 @@
-"""The proxy hears stock vLLM engines, and believes of each what that engine has: its own prefix-cache hits say so.
+"""Tests that the proxy models each stock vLLM engine's cache as the engine's own prefix-cache hits show it.
 
-Everything is asked of the engines directly, so that nothing is believed but what was heard.
+Requests go to the engines directly, so KV events are the proxy's only source.
 """
 
 import random

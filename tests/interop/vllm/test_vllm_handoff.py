@@ -1,8 +1,8 @@
-"""Prefill on one real vLLM, decode on another, our proxy in front and a store between: the tokens of one vLLM alone.
+"""Tests prefill on one real vLLM and decode on another: the tokens are those of one vLLM alone.
 
-On a budget some stores are tested two at a time, each with one engine without a cache of its own that is both: it
-computes for a prefill leg, and loads what it has stored for the decode leg. Over `file` both engines do both, and a
-conversation moves between them.
+Our proxy is in front, and a store is between the engines. A budgeted run tests some stores two at a time, each with one
+engine without a cache of its own that has both roles: it computes for a prefill leg, and loads what it has stored for
+the decode leg. Over `file` both engines have both roles, and a conversation moves between them.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""A model with layers of full attention and layers with a sliding window, in real engines that share by a store.
+"""Tests a model with full attention and sliding windows, in real engines that share KV through a store.
 
-What is wrong with what is stored is computed or said as an error, whichever group of layers it belongs to. vLLM's own
-answers without a connector are what is right.
+Damaged KV of any group of layers is computed again or reported as an error. The expected answers are vLLM's own,
+without a connector.
 """
 
 import random

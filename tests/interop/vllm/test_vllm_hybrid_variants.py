@@ -1,4 +1,4 @@
-"""A model with windows under tensor parallelism, in bfloat16, and as a child of MultiConnector."""
+"""Tests a model with windows under tensor parallelism, in bfloat16, and as a child of MultiConnector."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A save is copied while the engine goes on: its blocks are kept until then, and it shows if they are not."""
+"""Tests that an engine keeps the blocks of a save until the copy ends; a control shows the damage without it."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Images through the proxy and the store: nobody's picture is answered from another one that a client gave its name."""
+"""Tests images through the proxy and the store: no image is answered from another one with the same client name."""
 
 import base64
 import io

@@ -1,5 +1,7 @@
-"""The vLLM that is installed speaks to a tier as `vllm_tier/interface_check.py` says; another one fails here, by
-name."""
+"""Checks that the installed vLLM calls a tier as `vllm_tier/interface_check.py` states; another one fails here.
+
+The failure names the difference.
+"""
 
 import dataclasses
 import inspect
@@ -108,7 +110,7 @@ SecondaryTierFactory.get_tier_class({{"type": "KVParamsTier", "module_path": "{_
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200)
     assert run.returncode == 1
     last = run.stderr.splitlines()[-1]
-    assert "speaks to a tier otherwise than 0.32" in last
+    assert "has another tier interface than the supported version 0.32" in last
     assert "a tier must have cancel as well" in last
 
 

@@ -1,7 +1,7 @@
-"""Real vLLM engines that offload to our tier: the second finds what the first has stored, and no token is another one.
+"""Tests real vLLM engines that offload to our tier: the second finds what the first stored, and all tokens are equal.
 
-vLLM's own scheduler, OffloadingConnector, tiering manager, host memory and worker; what has stand-ins, because there is
-no GPU here, stands in `offloading_on_cpu.py`.
+The scheduler, OffloadingConnector, tiering manager, host memory and worker are vLLM's own. `offloading_on_cpu.py` has
+the stand-ins for a GPU.
 """
 
 import asyncio

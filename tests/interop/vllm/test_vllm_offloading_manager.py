@@ -1,4 +1,4 @@
-"""The tier under vLLM's own TieringOffloadingManager and host memory: what an engine's scheduler does, without one."""
+"""Tests the tier under vLLM's own TieringOffloadingManager and host memory, without an engine."""
 
 # pyright: reportPrivateUsage=false
 import random
@@ -208,7 +208,7 @@ def test_a_hash_that_can_be_forged_is_left_alone(file_store: str) -> None:
     ("told", "words"),
     [
         ({"stroe": 1}, "stroe: is not known here; did you mean store"),
-        ({"revision": None}, "how KV lies in memory depends on the attention that runs"),
+        ({"revision": None}, "the KV layout depends on the attention backend"),
         ({"store": "nothing://x"}, "nothing"),
         ({"store": "valkey://127.0.0.1:1?time=5"}, "valkey store: unknown setting time"),
         ({"locality": "HERE"}, "must be LOCAL or REMOTE"),
@@ -226,7 +226,7 @@ def test_what_is_wrong_is_refused_when_the_engine_starts(file_store: str, told: 
 def test_rows_that_are_other_than_expected_are_refused(file_store: str) -> None:
     made = spec.TieringOffloadingSpec(offloading_config(file_store))
     made.config = type("Config", (), {**vars(made.config), "worker_kv_bytes_per_block": 100})()
-    with pytest.raises(StoreError, match="8192 bytes in vLLM's host memory, and 200 bytes"):
+    with pytest.raises(StoreError, match="8192 bytes in vLLM's host memory, but 200 bytes"):
         made.get_manager()
 
 

@@ -1,4 +1,4 @@
-"""vLLM's own requests and our keys: equal token ids with other images, embeddings or adapters share nothing."""
+"""Tests our keys on vLLM's own requests: equal token ids with other images, embeddings or adapters share no page."""
 
 from collections.abc import Iterator
 from dataclasses import replace

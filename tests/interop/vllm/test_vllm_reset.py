@@ -1,4 +1,4 @@
-"""An engine is given other weights while it runs: what is stored of the old ones is not used, and it shows if it is."""
+"""Tests that an engine whose weights change while it runs loads no KV of the old ones; a control shows the damage."""
 
 import random
 import re

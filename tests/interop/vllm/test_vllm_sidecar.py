@@ -1,4 +1,4 @@
-"""The proxy beside stock vLLM engines that move KV with the real NixlConnector: as a sidecar, and in vLLM's server."""
+"""Tests the proxy beside stock vLLM engines with the real NixlConnector: as a sidecar, and in vLLM's server."""
 
 import sys
 from collections.abc import Callable, Iterator

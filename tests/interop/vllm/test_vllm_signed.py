@@ -1,4 +1,4 @@
-"""A real engine that verifies: what was signed for its pool is acted on once, anything else is an ordinary request."""
+"""Tests a real engine that verifies: it acts on a document signed for its pool once, and ignores any other document."""
 
 import time
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,6 @@
-"""Clients that leave, a cache too small for all, a store that forgets: nothing leaks, nothing hangs, no wrong token.
+"""Tests leaving clients, a cache too small for all, and a store that forgets: no leak, no hang, no wrong token.
 
-Saves are copied 20 ms late, so that their blocks are wanted by others meanwhile.
+Saves are copied 20 ms late, so that other requests want their blocks meanwhile.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What the proxy makes of texts and chats is what the engine makes of them: vLLM's `/tokenize`, and transformers."""
+"""Tests that the proxy's token ids of texts and chats are those of vLLM's `/tokenize` and of transformers."""
 
 # pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownMemberType=false

@@ -1,4 +1,4 @@
-"""Engines that differ share pages as long as the KV is the same, and only then."""
+"""Tests that engines that differ share pages if their KV is the same, and only then."""
 
 import json
 import os
@@ -323,7 +323,7 @@ def test_what_cannot_work_is_refused_in_words(model: Path, tmp_path: Path) -> No
             transfer_config(store),
         ),
         (
-            "switch the store off for this model",
+            "turn the store off for this model",
             _windows(model, tmp_path, ["sliding_attention"] * 2),
             transfer_config(store),
         ),

@@ -1,4 +1,4 @@
-"""The demo's tiny model, by the name that tests know: `python -m tests.interop.vllm.tiny_model FOLDER SEED DTYPE`."""
+"""Writes the demo's tiny model by its name in tests: `python -m tests.interop.vllm.tiny_model FOLDER SEED DTYPE`."""
 
 import sys
 

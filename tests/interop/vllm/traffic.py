@@ -1,4 +1,4 @@
-"""The requests that engines are compared by, and how their answers are read."""
+"""Defines the requests by which engines are compared, and reads their answers."""
 
 import json
 import random

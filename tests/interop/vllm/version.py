@@ -1,4 +1,4 @@
-"""Which vLLM is installed: 0.32, or 0.28, the earliest that our connector is known to work in."""
+"""Finds which vLLM is installed: 0.32, or 0.28, the earliest that our connector is known to work in."""
 
 from importlib.metadata import PackageNotFoundError, version
 

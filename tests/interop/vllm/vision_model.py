@@ -1,6 +1,7 @@
-"""A tiny BLIP-2 with random weights, which takes images: `python -m tests.interop.vllm.vision_model FOLDER`.
+"""Writes a tiny BLIP-2 with random weights, which takes images: `python -m tests.interop.vllm.vision_model FOLDER`.
 
-It is the only kind of vLLM 0.32.0 that was found to run without torchvision, which has no build without a GPU there.
+No other kind of vision model was found to run in vLLM 0.32.0 without torchvision, which has no build without a GPU
+there.
 """
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false

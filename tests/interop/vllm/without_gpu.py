@@ -1,7 +1,7 @@
-"""vLLM's two Mooncake connectors where there is no GPU: which device and which event is theirs is answered here.
+"""Names the device and the event of vLLM's two Mooncake connectors where there is no GPU.
 
-Both ask CUDA for a device number or an event and use neither with memory of the host. The one rule: everything else is
-the connector's own code, as vLLM 0.32.0 has it.
+Both connectors ask CUDA for a device number or an event, and use neither with host memory. All other code is the
+connectors' own, as vLLM 0.32.0 has it.
 """
 
 # pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false

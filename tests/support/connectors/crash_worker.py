@@ -1,10 +1,10 @@
-"""Processes that use a file store and are killed; started by test_file_crashes.py.
+"""Uses a file store in processes that are killed; test_file_crashes.py starts them.
 
     crash_worker.py loop PATH SEED     use the store at random until killed; exit 1 at the first wrong byte
     crash_worker.py steps PATH STRIDE  be killed at every STRIDE-th line of the code that changes the index
     crash_worker.py race PATH SIZE KEY open or create the store, put a value, and say so
 
-Contents follow from the key, so anybody can tell a wrong byte.
+Contents follow from the key, so any reader can tell a wrong byte.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Stores that break one promise each, and some that break none, for `test_conformance_faults.py`."""
+"""Provides stores that break one promise each, and some that break none, for `test_conformance_faults.py`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

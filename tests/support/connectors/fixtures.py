@@ -1,4 +1,4 @@
-"""What the tests of stores and connectors share."""
+"""Provides the fixtures that the tests of stores and connectors share."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,6 @@
-"""KV of a whole model as a plain array, and what an engine's tensors must hold for it, by loops.
+"""Models the KV of a whole model as a plain array, and computes by loops what an engine's tensors must hold.
 
-Nothing here uses the layout code that it is there to check.
+It uses none of the layout code that it checks.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""Where tests find LMCache: in an environment of its own, `make install-lmcache`.
+"""Finds LMCache in an environment of its own, which `make install-lmcache` creates.
 
-The one rule: if it is not there the test fails with that word; it is never skipped.
+A test fails where that environment is missing. It is never skipped.
 """
 
 import pytest

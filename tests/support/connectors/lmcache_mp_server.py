@@ -1,6 +1,6 @@
-"""A real LMCache multi-process server for tests: its own process, free ports, a pool in shared memory of its own.
+"""Runs a real LMCache multi-process server for tests: its own process, free ports, a pool in shared memory of its own.
 
-The one rule: it is ended by whoever started it, and so is its shared memory.
+Whoever starts a server ends it and removes its shared memory.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Real `lm://` servers of LMCache for tests, on free loopback ports, and a bare client that knows their protocol.
+"""Runs real `lm://` servers of LMCache on free loopback ports, and provides a bare client of their protocol.
 
-The client is written after LMCache 0.5.6 (`lmcache/v1/protocol.py`) on its own: it shares nothing with the store. The
-one rule: a server is ended by whoever started it, and one that does not start fails the test with what it said.
+The client is written after LMCache 0.5.6 (`lmcache/v1/protocol.py`) and shares no code with the store. Whoever starts a
+server ends it. A server that does not start fails the test with its output.
 """
 
 import signal

@@ -1,6 +1,6 @@
-"""What the tests of the store on `lm://` servers do again and again, besides `steps.py`.
+"""Provides the steps that tests of the store on `lm://` servers share, besides `steps.py`.
 
-The one rule: what a client or a server holds is asked of the kernel.
+It asks the kernel which memory and connections a client or a server holds.
 """
 
 import re

@@ -1,8 +1,8 @@
-"""A process that uses one store for long and says what that did to its memory: `python memory_worker.py SETTINGS`.
+"""Uses one store for long in a process and reports the growth of its memory: `python memory_worker.py SETTINGS`.
 
-SETTINGS is JSON: `url`, `operations`, and perhaps `source` (the URL of a peer that is read from), `leak` (the control:
-so many operations leak a page) or `waste` (the control: every operation allocates one). The one rule: whatever was read
-is compared, and every operation did what it should have.
+SETTINGS is JSON: `url`, `operations`, and optionally `source` (the URL of a peer that is read from), `leak` (a control:
+so many operations leak a page) or `waste` (a control: every operation allocates one). It compares every value that it
+reads, and checks the result of every operation.
 """
 
 import gc

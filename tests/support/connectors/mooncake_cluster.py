@@ -1,4 +1,4 @@
-"""A real Mooncake cluster for tests: a master and owners as processes on free ports of the loopback interface."""
+"""Runs a real Mooncake cluster for tests: a master and owners as processes on free ports of the loopback interface."""
 
 import os
 import signal

@@ -1,6 +1,6 @@
-"""Two peer stores as one, for the conformance suite: one puts and deletes, the other reads it, through the network.
+"""Joins two peer stores into one, for the conformance suite: one puts and deletes, the other reads over the network.
 
-The one rule: nothing that is read comes from the memory of the store that reads.
+No read is answered from the memory of the store that reads.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""A process with a peer store in it, for tests: it puts, deletes, counts and says where it can be read.
+"""Runs a process with a peer store in it, for tests: it puts, deletes, counts, and states its address.
 
-The one rule: it is ended by whoever started it, also where a test fails.
+Whoever starts the process ends it, even if a test fails.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""What the tests of the peer store do again and again.
-
-The one rule: what was read is compared with what was put, here, whatever a test is about.
-"""
+"""Provides the steps that tests of the peer store share; each compares what it reads with what was put."""
 
 import socket
 import threading

@@ -1,7 +1,7 @@
-"""A device whose streams run in any order that their events allow, as late as they may.
+"""Simulates a device whose streams run in any order that their events allow, as late as they may.
 
-What is put on a stream is done only when somebody waits for it, or when the dice say so; what may come first is decided
-at random. So whatever `staging` forgets to wait for goes wrong here, without a GPU.
+Work on a stream is done only when a test waits for it, or at random before. The order of work that no event orders is
+random. So a missing wait in `staging` corrupts data here, without a GPU.
 """
 
 import threading

@@ -1,7 +1,4 @@
-"""What the tests of several stores do alike.
-
-The one rule: whoever reads a value compares it.
-"""
+"""Provides the steps that tests of several stores share; each compares the values that it reads."""
 
 import threading
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""A store whose server is stopped for long: what it costs meanwhile, and that it works again.
+"""Tests a store whose server is stopped for long: what it costs meanwhile, and that it works again.
 
-The one rule: whatever was read is compared, and no call takes longer than its deadline and a moment.
+Every value that was read is compared, and no call takes longer than its deadline and a moment.
 """
 
 import time

@@ -1,6 +1,6 @@
-"""A TCP relay between a store and its server that makes the network worse: later, or cut in the middle of a value.
+"""Relays TCP between a store and its server and degrades it: delays, or cuts in the middle of a value.
 
-The one rule: what it does is decided by bytes that have passed, never by chance or time.
+Its faults depend on the bytes that have passed, never on chance or time.
 """
 
 import socket

@@ -1,6 +1,7 @@
-"""Real valkey-servers for tests: on free loopback ports and unix sockets, each ended by whoever started it, no other.
+"""Runs real valkey-servers for tests, on free loopback ports and unix sockets.
 
-The one rule: nothing waits without an end, and a server that does not start fails the test with what it said.
+Whoever starts a server ends it. Every wait has a limit, and a server that does not start fails the test with its
+output.
 """
 
 import signal

@@ -1,4 +1,4 @@
-"""Messages and documents that Hypothesis makes for a dialect, from its table alone."""
+"""Generates messages and documents of a dialect with Hypothesis, from its table alone."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""What several tests here share: the schema as a judge."""
+"""Provides the schema as a judge, which several tests here share."""
 
 import json
 import re

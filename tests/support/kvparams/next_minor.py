@@ -1,4 +1,4 @@
-"""A minor version that nobody has released, 1.1, as data: what it adds, and what it deprecates.
+"""Defines a minor version that was never released, 1.1, as data: what it adds, and what it deprecates.
 
 `tests/system/versions` makes a whole build of it. No released version will be this one.
 """

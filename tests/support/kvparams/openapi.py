@@ -1,4 +1,4 @@
-"""The OpenAPI fragment of the spec as a judge of bodies."""
+"""Judges bodies by the OpenAPI fragment of the spec."""
 
 import json
 from collections.abc import Mapping

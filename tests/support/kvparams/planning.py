@@ -1,4 +1,4 @@
-"""Runs a plan without any I/O: chooses in order, hands each leg to a script."""
+"""Runs a plan without any I/O: it chooses in order, and hands each leg to a script."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

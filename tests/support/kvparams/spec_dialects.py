@@ -1,9 +1,9 @@
-"""The dialects' tables and carriers as `spec/dialects/` has them, for those who read no Python.
+"""Writes the dialects' tables and carriers as `spec/dialects/` has them, for readers who do not read Python.
 
     .venv/bin/python -m tests.support.kvparams.spec_dialects     writes both files anew
 
-The one rule: nothing is said here that the tables do not say. A form is JSON Schema 2020-12; `spells` beside it are the
-bounds of the integer that a text spells.
+The files say only what the tables say. A form is JSON Schema 2020-12; `spells` beside it are the bounds of the integer
+that a text spells.
 """
 
 import json

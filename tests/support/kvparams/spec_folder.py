@@ -1,4 +1,4 @@
-"""Where the version of the protocol lies that the tests hold this project against; said here and nowhere else."""
+"""Names the folder of the protocol version that the tests compare this project with; no other file names it."""
 
 from pathlib import Path
 from typing import Final

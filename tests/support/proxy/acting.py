@@ -1,7 +1,7 @@
-"""An engine that answers legs as one should, of either role and connector, and goes wrong as often as it is told.
+"""Acts as an engine of either role and any connector, and fails as often as it is told.
 
 Its language: the token ids of a text are its bytes, and token `n` of an answer follows from the number of tokens before
-it alone, so that an answer is the same whoever computes which part of it. The one rule: it keeps what it was sent.
+it alone, so that an answer does not depend on which engine computes which part of it. It keeps every request.
 """
 
 import asyncio

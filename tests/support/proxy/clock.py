@@ -1,4 +1,4 @@
-"""Time that passes when a test says so."""
+"""Provides a clock that advances only when a test says so."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush

@@ -1,5 +1,8 @@
-"""What the proxy's tests share: real engines on loopback (the benchmarks' stub, and scripted ones that misbehave), and
-the proxy itself, once with its direct writer and once as plain ASGI."""
+"""Provides real engines on loopback and the proxy itself, for the proxy's tests.
+
+The engines are the benchmarks' stub and scripted ones that misbehave. The proxy runs once with its direct writer and
+once as plain ASGI.
+"""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Small tokenizers, trained on the spot, and chat templates in the forms of three families of models."""
+"""Trains small tokenizers on the spot, and provides chat templates in the forms of three families of models."""
 
 import json
 from functools import cache

@@ -1,4 +1,4 @@
-"""A publisher of KV events as vLLM has one: PUB for what happens, ROUTER for what has happened, one thread for both."""
+"""Publishes KV events as vLLM does: PUB for new events, ROUTER for a replay of past ones, one thread for both."""
 
 import threading
 from array import array

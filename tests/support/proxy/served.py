@@ -1,4 +1,4 @@
-"""`kvparams proxy` as a process before the stub engines, and what it holds."""
+"""Runs `kvparams proxy` as a process in front of the stub engines, and measures what it holds."""
 
 import asyncio
 import os

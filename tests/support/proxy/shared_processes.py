@@ -1,4 +1,4 @@
-"""Proxies as processes that share a fleet of stub engines, and requests to them."""
+"""Starts proxies as processes that share a fleet of stub engines, and sends requests to them."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Proxies that share a fleet, without HTTP: real fleets, cache models and exchanges over a `MemoryNetwork`."""
+"""Provides proxies that share a fleet, without HTTP: real fleets, cache models and exchanges over a `MemoryNetwork`."""
 
 from collections.abc import Iterable, Sequence
 from typing import Final

@@ -1,6 +1,6 @@
-"""A proxy before actors (`acting.py`), and what its clients see.
+"""Runs a proxy in front of actors (`acting.py`), and records what its clients see.
 
-The one rule: what is compared are whole answers, ids and times apart.
+Answers are compared whole, except for ids and times.
 """
 
 import asyncio

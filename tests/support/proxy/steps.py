@@ -1,4 +1,4 @@
-"""Waiting for something to become true, within a bound; and doing all steps of some work at once."""
+"""Waits for a condition within a bound, and does all steps of some work at once."""
 
 import asyncio
 from collections.abc import Callable, Generator

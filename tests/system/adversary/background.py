@@ -1,6 +1,7 @@
-"""Normal traffic in a process of its own: two stub engines with a model of their own, and a client at a steady pace.
+"""Runs normal traffic in a process: two stub engines with a model of their own, and a client at a steady pace.
 
-Line by line on stdin: the proxy's port begins, an empty line ends. On stdout: the engines' URLs, then the delays.
+Its stdin has the proxy's port on the first line, and an empty line to end it. Its stdout has the engines' URLs, then
+the delays.
 """
 
 import asyncio

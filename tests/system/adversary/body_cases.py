@@ -1,6 +1,7 @@
-"""Bodies that are no sound request: what is not plain JSON, what has members of the wrong kind, and what is very large.
+"""Defines bodies of bad requests: text that is not plain JSON, members of the wrong kind, and very large bodies.
 
-Every one of them is refused in words before an engine hears of it; those at the end are odd and still requests.
+The proxy refuses every one of them with a message before any engine hears of it. The cases at the end are odd, and
+still requests.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""What a case is: what its client does, what its engines do, and what must become of it.
+"""Defines a case: what its client does, what its engines do, and the expected result.
 
-The cases of each group stand in a module of their own, as tables: `upstream_cases.py`, `lifecycle_cases.py`.
+The cases of each group are tables in a module of their own: `upstream_cases.py`, `lifecycle_cases.py`.
 """
 
 import asyncio

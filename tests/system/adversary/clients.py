@@ -1,4 +1,4 @@
-"""Raw clients: bytes at a pace, half-closed, reset or never reading; and what they got, taken apart by llhttp."""
+"""Runs raw clients that send bytes at a pace, half-close, reset or never read, and parses their answers with llhttp."""
 
 import asyncio
 import json

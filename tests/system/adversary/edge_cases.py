@@ -1,6 +1,6 @@
-"""What strangers send in place of a sound HTTP/1.1 request, and how the proxy must answer.
+"""Defines malformed HTTP/1.1 requests, and how the proxy must answer.
 
-Sources: RFC 9110 and RFC 9112; the sections stand beside the tables.
+Sources: RFC 9110 and RFC 9112; the sections are named beside the tables.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
-"""Engines that answer probes well and misbehave on command: raw bytes over loopback, one script for each request.
+"""Runs engines that answer probes well and misbehave on command: raw bytes over loopback, one script per request.
 
 A request names its case in `traceparent`, the one client header that the proxy passes on untouched, so that cases run
-beside each other on the same engines. A request that names none is answered well.
+beside each other on the same engines. A request that names no case gets a good answer.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Clients that leave, fall silent or take nothing, at each stage of their request: what ran for them ends."""
+"""Defines clients that leave, fall silent or read nothing, at each stage of their request; their work must end."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Runs cases against a proxy in a process of its own, some beside each other, and says what was not as it must be."""
+"""Runs cases against a proxy in a process of its own, some side by side, and reports each difference."""
 
 import asyncio
 import os

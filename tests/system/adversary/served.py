@@ -1,4 +1,4 @@
-"""The proxy as `kvparams proxy` starts it, with breakers that never open: cases fail the same engines over and over."""
+"""Runs the proxy as `kvparams proxy` starts it, except that breakers never open: cases fail the same engines often."""
 
 import argparse
 import sys

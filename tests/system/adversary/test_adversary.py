@@ -1,4 +1,4 @@
-"""A proxy among engines and clients that do not behave: every case ends as it must, and nothing of it is left."""
+"""Tests a proxy among hostile engines and clients: every case ends as expected and leaves nothing behind."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The oldest httptools and uvicorn that pyproject.toml allows. All other tests run with the newest ones."""
+"""Tests the oldest httptools and uvicorn that pyproject.toml allows; all other tests run with the newest ones."""
 
 import os
 import re

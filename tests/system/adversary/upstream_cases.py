@@ -1,4 +1,4 @@
-"""Engines that misbehave: what is wrong, at which stage, in whose answer; and what the client gets."""
+"""Defines engines that misbehave: the fault, its stage, the role of the engine, and the client's expected answer."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""A server that answers every request with bytes a test has chosen, when the test says so."""
+"""Answers every request with bytes that a test has chosen, when the test says so."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable

@@ -1,4 +1,4 @@
-"""The benchmark of conversations on real engines: what it says adds up."""
+"""Tests that the figures of the conversations benchmark on real engines add up."""
 
 from pathlib import Path
 

@@ -1,3 +1,5 @@
+"""Tests percentiles of latencies and the plans of arrivals."""
+
 import itertools
 
 import pytest

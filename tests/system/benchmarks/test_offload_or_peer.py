@@ -1,4 +1,4 @@
-"""The table of offload and peer-to-peer: what is compared with what."""
+"""Tests which figures the table of offload and peer-to-peer compares."""
 
 from dataclasses import replace
 

@@ -1,3 +1,5 @@
+"""Tests the open-loop and closed-loop load generators against engines whose delays are known."""
+
 import json
 import subprocess
 import sys

@@ -1,3 +1,5 @@
+"""Tests that a run's processes start, are measured, and end with the run."""
+
 import socket
 import subprocess
 import sys

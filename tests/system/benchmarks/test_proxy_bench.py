@@ -1,3 +1,5 @@
+"""Tests the proxy benchmark and the relay that it measures as a floor."""
+
 import json
 import signal
 import subprocess

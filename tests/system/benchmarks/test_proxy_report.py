@@ -1,3 +1,5 @@
+"""Tests the table and the plot of the proxy benchmark."""
+
 from pathlib import Path
 
 from benchmarks.proxy_plot import write_plot

@@ -1,3 +1,5 @@
+"""Tests the median of ratios and its confidence interval."""
+
 import pytest
 
 from benchmarks.ratios import median_interval

@@ -1,4 +1,4 @@
-"""The model of a fleet is right where it can be computed by hand; the policies keep their order on the sample."""
+"""Tests the fleet model where it can be computed by hand, and that the policies keep their order on the sample."""
 
 from collections.abc import Callable
 from functools import partial

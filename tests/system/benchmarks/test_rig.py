@@ -1,3 +1,5 @@
+"""Tests the comparison of our proxy with other routers: its parts, its ratios, and its checks of counts."""
+
 import json
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The comparison of stores with bare clients: who has not read is noticed, whoever read before."""
+"""Tests that the comparison of stores with bare clients notices a side that reads nothing."""
 
 from collections.abc import Sequence
 

@@ -1,3 +1,5 @@
+"""Tests the stub engine's answers, streams, delays and counts."""
+
 import asyncio
 import json
 from collections.abc import AsyncIterator

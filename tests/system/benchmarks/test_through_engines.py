@@ -1,4 +1,4 @@
-"""The trace through the real proxy and reference engines: what they count is what the model says, and adds up."""
+"""Tests the trace through the real proxy and reference engines: the engines' counts add up and equal the model's."""
 
 from pathlib import Path
 from random import Random

@@ -1,4 +1,4 @@
-"""The trace through the real proxy: every answer comes, and what engines found is what the model says."""
+"""Tests the trace through the real proxy: every answer comes, and the engines' cache hits equal the model's."""
 
 import asyncio
 from pathlib import Path

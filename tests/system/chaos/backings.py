@@ -1,6 +1,6 @@
-"""The store under an engine fleet in the chaos tests, and what can happen to it.
+"""Runs the store under an engine fleet in the chaos tests, and injects its faults.
 
-The one rule: at the end of `suffer` it is there again, whatever it has lost.
+At the end of `suffer` the store is back, whatever it has lost.
 """
 
 import asyncio

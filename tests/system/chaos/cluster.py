@@ -1,6 +1,6 @@
-"""A proxy and its engines as real processes: hit, watched, and brought back.
+"""Runs a proxy and its engines as real processes: it hits, watches, and restarts them.
 
-The one rule: an engine that was hit is itself again by its name, its port and its store, and by nothing else.
+An engine that was hit comes back with its name, its port and its store, and no other state.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Where a store lives during these tests."""
+"""Chooses where a store lives during these tests."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""A wire that breaks: a relay before an engine that loses streams in the middle of a byte.
+"""Relays between the proxy and an engine, and cuts streams in the middle of a byte sequence.
 
-The one rule: only answers that are streams are cut, and only when it is told to; all else passes as it is.
+It cuts only answers that are streams, and only when it is told to; everything else passes unchanged.
 """
 
 import asyncio

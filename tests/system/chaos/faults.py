@@ -1,7 +1,7 @@
-"""What goes wrong when: drawn from a seed, so that a run can be repeated.
+"""Draws the times and kinds of faults from a seed, so that a run can be repeated.
 
-The one rule: there is one spare of each role, so two faults in a row never hit the same role: an engine has ten seconds
-to come back before the next one of its role is hit.
+There is one spare of each role, so two faults in a row never hit the same role: an engine has ten seconds to come back
+before the next one of its role is hit.
 """
 
 import random

@@ -1,8 +1,8 @@
 """Takes the lock of a file store in the middle of a change, says so, and does nothing more until it is killed.
 
-holder.py PATH SIZE
+    holder.py PATH SIZE
 
-Whoever finds no file makes one: the size is everybody's.
+It creates the file if there is none; every process uses the same size.
 """
 
 import sys

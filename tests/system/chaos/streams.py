@@ -1,7 +1,7 @@
-"""Streaming clients that know the right answer, and say of each request how it ended.
+"""Runs streaming clients that know the right answer, and classifies how each request ended.
 
-The one rule: whatever comes, a request has ended at its deadline, in exactly one of these ways: right, a refusal (an
-error status), an error event, or one that must never be: wrong, cut (no end and no error), late.
+A request has ended at its deadline, in exactly one of these ways: right, a refusal (an error status), an error event,
+or one that must never happen: wrong, cut (no end and no error), late.
 """
 
 import asyncio

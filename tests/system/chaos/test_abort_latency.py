@@ -1,4 +1,4 @@
-"""How soon an engine hears that its client has left, and what becomes of KV that nobody will fetch.
+"""Tests how soon an engine hears that its client has left, and that KV that no engine will fetch is released.
 
 Stub engines and clients share this process and its clock; the proxy is a process of its own. The dialect is NIXL: a
 prefill answer is KV held until a decode leg of that very transfer has ended, be it answered or aborted.

@@ -1,6 +1,6 @@
-"""Clients that leave, at every moment of a request: engines work for nobody, hold nothing for anybody, nothing grows.
+"""Tests clients that leave at every moment of a request: engines stop work, release KV, and no count grows.
 
-Real engines, which say themselves what is in flight and how much of their KV is in use.
+The engines are real ones, which report what is in flight and how much of their KV is in use.
 """
 
 import asyncio

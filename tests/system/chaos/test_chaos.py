@@ -1,10 +1,10 @@
-"""Engines and their store go wrong every few seconds, under streams that go on: hardly anybody notices.
+"""Tests engines and a store that fail every few seconds under running streams: hardly any client notices.
 
-One spare of each role: of three engines two are enough, of two one. Every request has `DEADLINE_S`, longer than two
+Each role has one spare: of three engines two are enough, of two one. Every request has `DEADLINE_S`, longer than two
 engines that fall silent one after the other under it (`--decode-timeout` each) and the answer computed behind them.
 
-Where the proxy is beside an engine, clients do as a load balancer would: whoever was refused asks another one. Such an
-engine has no spare: while it is away its own requests end with an error, and nobody else's.
+Where the proxy is beside an engine, clients do as a load balancer would: a client that was refused asks another proxy.
+Such an engine has no spare: while it is away its own requests end with an error, and no other requests do.
 """
 
 import asyncio

@@ -1,5 +1,8 @@
-"""Streams of real engines that break in the middle of a byte, and go on on another engine: the client cannot tell the
-answer from that of one engine. Requests of all kinds; those that cannot be continued say so."""
+"""Tests streams of real engines that break and continue on another engine, with answers equal to one engine's.
+
+Requests of all kinds are sent, and streams break in the middle of a byte sequence. A request that cannot be continued
+ends with an error that says so.
+"""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Whether the tools of these tests would notice: a client that takes a wrong answer for a right one proves nothing."""
+"""Tests that the tools of these tests notice faults: a client that accepts wrong answers proves nothing."""
 
 import asyncio
 import json

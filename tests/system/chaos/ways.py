@@ -1,6 +1,6 @@
-"""The ways to coordinate that are put through chaos: who stands before which engines, and how each is started.
+"""Defines the modes of coordination under chaos: which proxies stand before which engines, and how each is started.
 
-The one rule: whatever the way, clients have one or several fronts, and may ask any of them.
+In every mode, clients have one or several proxies and may ask any of them.
 """
 
 from dataclasses import dataclass

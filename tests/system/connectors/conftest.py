@@ -1,4 +1,4 @@
-"""Fixtures of the tests of stores and connectors."""
+"""Provides the fixtures of the tests of stores and connectors."""
 
 from tests.support.connectors.fixtures import opened
 

@@ -1,4 +1,4 @@
-"""Our lines in an engine's log: all that its level lets through, each once, and as its operator has configured it."""
+"""Tests our lines in an engine's log: each appears once, at the level and in the form that its operator configured."""
 
 import subprocess
 import sys

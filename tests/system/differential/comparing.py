@@ -1,11 +1,11 @@
-"""What a client saw of an answer, in a form that can be compared.
+"""Converts an answer, as a client saw it, into a form that can be compared.
 
-The one rule: only ids and times are made equal. Text, token ids, log probabilities, reasons, usage and which members
-are there stay as they came.
+Only ids and times are made equal. Text, token ids, log probabilities, finish reasons, usage and the set of members stay
+as they came.
 
 Events are compared choice by choice: the events of one choice, with where each begins and ends, follow from its tokens
-and from nothing else, so these sequences must be equal. How the events of several choices lie between each other says
-only which of them an engine happened to compute first; for one choice that is the order of the whole stream.
+and from nothing else, so these sequences must be equal. The interleaving of several choices only shows which of them an
+engine happened to compute first; for one choice that is the order of the whole stream.
 """
 
 import json

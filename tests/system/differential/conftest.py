@@ -1,4 +1,4 @@
-"""One engine alone, and a proxy before a prefill and a decode engine: the two that must not be told apart.
+"""Provides one engine alone, and a proxy before a prefill and a decode engine; their answers must be equal.
 
 A page of the store has as many tokens as a block of an engine's own cache, so that both find equally much.
 """

@@ -1,8 +1,8 @@
-"""Requests of all kinds, drawn from a seed: what two servers are asked so that their answers can be compared.
+"""Draws requests of all kinds from a seed, so that the answers of two servers can be compared.
 
-The one rule: every request has exactly one right answer. So it has a seed wherever it draws, and how much of its prompt
-is cached is the same everywhere: prompts begin alike only within a lane, whose requests run one after the other, no
-prompt comes twice, and none goes on with what was generated before.
+Every request has exactly one right answer. So it has a seed wherever it draws, and how much of its prompt is cached is
+the same everywhere: prompts share a prefix only within a lane, whose requests run one after the other, no prompt comes
+twice, and no prompt continues generated text.
 """
 
 import random

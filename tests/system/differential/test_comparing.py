@@ -1,4 +1,4 @@
-"""The comparison itself: what it overlooks on purpose, and that it overlooks nothing else."""
+"""Tests the comparison itself: it ignores what it should, and nothing else."""
 
 import json
 from typing import cast

@@ -1,4 +1,4 @@
-"""The proxy with P and D against one engine, over generated requests: equal apart from ids and times."""
+"""Tests that the proxy with P and D answers generated requests as one engine does, apart from ids and times."""
 
 import asyncio
 from collections import Counter

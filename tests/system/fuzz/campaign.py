@@ -1,7 +1,7 @@
-"""Feeds inputs to something for a time; what must not happen ends it, with the input written down.
+"""Feeds inputs to a function for a time; an unexpected result ends the campaign, with the input written down.
 
-Inputs are made from a corpus by a seeded die. An input that ended in a way that none before it did joins the corpus, so
-that the next ones start from there: the ways in which things end (which error, at which members) stand in for coverage.
+Inputs are mutations of a corpus, drawn from a seed. An input that ended in a new way joins the corpus, so that the next
+ones start from there. The ways in which inputs end (which error, at which members) stand in for coverage.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""The proxy's own fixtures: the edge is fed where it runs."""
+"""Provides the proxy's own fixtures, so that the fuzz tests reach the edge of a running proxy."""
 
 from tests.support.proxy.fixtures import proxy, pytest_asyncio_loop_factories, scripted, stack
 

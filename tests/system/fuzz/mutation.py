@@ -1,4 +1,4 @@
-"""JSON with a few things wrong: in what it says, in how it is written, in its bytes."""
+"""Mutates JSON in its values, in its syntax, and in its bytes."""
 
 import json
 import random

@@ -1,7 +1,7 @@
-"""What strangers send to the proxy over HTTP, byte by byte, to a real server with engines behind it.
+"""Fuzzes a real proxy with engines behind it over HTTP, byte by byte.
 
-Whatever it is: every answer is HTTP with a status of ours and never a 500, no engine is told anything that the client
-made up, nothing is left in flight, and the proxy goes on. Ten minutes in a soak.
+Every answer is HTTP with one of our statuses and never a 500. No engine gets anything that the client made up, nothing
+is left in flight, and the proxy goes on. A soak runs for ten minutes.
 """
 
 import asyncio

@@ -1,5 +1,7 @@
-"""What strangers send: to the reader of documents, and to the sniffer, translator and explainer of dialects. Whatever
-it is, it is read or refused with an error of ours, in bounded time and memory. Ten minutes each in a soak."""
+"""Fuzzes the reader of documents, and the detection, translation and explanation of dialects.
+
+Every input is read or refused with one of our errors, in bounded time and memory. A soak runs ten minutes for each.
+"""
 
 import json
 from collections.abc import Callable, Hashable

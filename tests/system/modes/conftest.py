@@ -1,4 +1,4 @@
-"""A proxy before two actors of each role, in one mode after another."""
+"""Provides a proxy before two actors of each role, in one mode after another."""
 
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -1,5 +1,7 @@
-"""How soon engines hear that a client has left, where stub engines cannot play: legs that meet, and apps with the proxy
-inside. The broker's is in `tests/system/queue`."""
+"""Tests how soon engines hear that a client has left, in modes that stub engines cannot play.
+
+These are legs that meet, and apps with the proxy inside. `tests/system/queue` has the test of the broker.
+"""
 
 import asyncio
 import statistics

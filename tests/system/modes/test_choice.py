@@ -1,4 +1,4 @@
-"""Which manager a request gets: pure decisions, and how modes are read."""
+"""Tests which manager a request gets, and how modes are parsed, without any I/O."""
 
 from typing import Any
 
@@ -54,8 +54,11 @@ def test_the_highest_priority_goes_first_and_of_equals_the_first_one() -> None:
 @pytest.mark.parametrize(
     ("modes", "said"),
     [
-        ([ManagerMode("aggregated", ModeCondition(stream=True))], "one mode must be for every request"),
-        ([ManagerMode("aggregated"), ManagerMode("conditional")], "conditional is never taken: aggregated before it"),
+        ([ManagerMode("aggregated", ModeCondition(stream=True))], "one mode must be for all requests"),
+        (
+            [ManagerMode("aggregated"), ManagerMode("conditional")],
+            "conditional is never used, because aggregated before it",
+        ),
     ],
 )
 def test_there_is_always_an_answer_and_none_that_is_never_given(modes: list[ManagerMode], said: str) -> None:
@@ -88,13 +91,16 @@ WRONG: list[tuple[object, str]] = [
     ([{"use": "aggregated", "when": {"min_tokens": -1}}], "modes[0].when.min_tokens: must be a whole number"),
     ([{"use": "aggregated", "when": {"stream": 1}}], "modes[0].when.stream: must be true or false"),
     ([{"use": "aggregated", "priority": "high"}], "modes[0].priority: must be a whole number"),
-    ([{"use": "aggregated", "options": {"x": 1}}], "modes[0].options: 'x' is no option of it, it has none"),
+    (
+        [{"use": "aggregated", "options": {"x": 1}}],
+        "modes[0].options: 'x' is not an option of this mode; it has no options",
+    ),
     ([{"use": "conditional", "options": {"fallback": 1}}], "modes[0].options: fallback must be true or false"),
     (
         [{"use": "conditional", "options": {"fallbak": True}}],
-        "modes[0].options: 'fallbak' is no option of it; known: remote_tokens, fallback",
+        "modes[0].options: 'fallbak' is not an option of this mode; known: remote_tokens, fallback",
     ),
-    ([{"use": "aggregated", "when": {"stream": True}}], "modes: one mode must be for every request"),
+    ([{"use": "aggregated", "when": {"stream": True}}], "modes: one mode must be for all requests"),
 ]
 
 

@@ -1,6 +1,6 @@
-"""What every mode must do: answer, whole and streaming; survive each leg's failing; leave nothing when its client goes.
+"""Tests every mode: it answers, whole and streaming, survives failing legs, and cleans up when its client leaves.
 
-The one rule: a mode is in the table below, or it is not done.
+A new mode needs a row in the table below.
 """
 
 import asyncio

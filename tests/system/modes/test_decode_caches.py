@@ -1,4 +1,4 @@
-"""What decode engines are believed to have cached, and legs that go there."""
+"""Tests the model of decode engines' caches, and that legs go to the engine with the cached prefix."""
 
 from array import array
 from itertools import count

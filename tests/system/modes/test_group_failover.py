@@ -1,4 +1,4 @@
-"""Two replicas, and one engine of the first fails: the request goes on in the other, whose engines are both sound."""
+"""Tests that a request goes on in the second replica when one engine of the first fails."""
 
 import asyncio
 from functools import partial

@@ -1,4 +1,4 @@
-"""Who is paired with whom: replicas and pools in one fleet, compatibility keys, and what is said if nobody is."""
+"""Tests which engines are paired: replicas and pools in one fleet, compatibility keys, and the error without a pair."""
 
 import random
 from collections.abc import Sequence
@@ -108,7 +108,7 @@ def test_without_the_other_leg_everybody_may_be_taken() -> None:
 
 def test_who_has_no_partner_is_told_so() -> None:
     fleet = fleet_of([instance("p0", "left"), instance("d0", "right")])
-    with pytest.raises(ProxyError, match="paired with any decode one: see `connector`, `group` and `compatibility`"):
+    with pytest.raises(ProxyError, match="paired with any decode one: check `connector`, `group` and `compatibility`"):
         fleet.acquire(Role.PREFILL, FACTS, (), Waits(), Role.DECODE)
     with pytest.raises(ProxyError, match="the other leg's engine, of the group left"):
         fleet.acquire(Role.DECODE, FACTS, (), Waits(), instance("p0", "left"))
@@ -121,7 +121,7 @@ def test_engines_of_two_connectors_are_not_paired() -> None:
     fleet = fleet_of(instances)
     assert {(one.id, other.id) for one, other in (pair(fleet) for _ in range(20))} == {("p0", "d2"), ("p1", "d0")}
     fleet.remove("d2")
-    with pytest.raises(ProxyError, match="the other leg's engine, of no group with the connector nixl: see"):
+    with pytest.raises(ProxyError, match="the other leg's engine, of no group with the connector nixl: check"):
         fleet.acquire(Role.DECODE, FACTS, (), Waits(), instances[0])
     assert {pair(fleet)[0].id for _ in range(8)} == {"p1"}
 

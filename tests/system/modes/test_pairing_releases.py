@@ -1,4 +1,4 @@
-"""Who is told of KV that nobody will fetch: an engine that may be paired with the one that holds it, or nobody."""
+"""Tests that KV that no engine will fetch is released by an engine that may be paired with its holder, or by none."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Modes before reference engines, as processes: what actors cannot show, engines that meet and caches that are warm."""
+"""Tests modes before reference engines, as processes: engines that meet, and warm caches, which actors cannot show."""
 
 import asyncio
 import random

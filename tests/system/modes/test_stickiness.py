@@ -1,4 +1,4 @@
-"""A conversation comes back to the prefill and the decode engine that served it: in replicas, in a pool, in both."""
+"""Tests that a conversation returns to its prefill and decode engine: in replicas, in a pool, and in both."""
 
 from collections.abc import Sequence
 

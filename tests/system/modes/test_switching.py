@@ -1,4 +1,4 @@
-"""Modes switched under load: by the admin API and by the fleet file, without a request that fails."""
+"""Tests that modes are switched under load, by the admin API and the fleet file, without a failed request."""
 
 import asyncio
 from pathlib import Path
@@ -70,7 +70,7 @@ async def test_what_cannot_be_used_changes_nothing(staged: StartMode) -> None:
     before = (await admin.get("/admin/modes", headers=HEADERS)).json()
     for modes, said in (
         ([{"use": "nobody"}], "modes[0].use: must be one of"),
-        ([{"use": "aggregated", "when": {"stream": True}}], "one mode must be for every request"),
+        ([{"use": "aggregated", "when": {"stream": True}}], "one mode must be for all requests"),
     ):
         got = await admin.put("/admin/modes", json={"modes": modes}, headers=HEADERS)
         assert got.status_code == 400

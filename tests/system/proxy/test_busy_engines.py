@@ -1,4 +1,4 @@
-"""Engines that have no room now: it is another one's turn; where there is none, clients learn when to ask again."""
+"""Tests engines without room: another one is asked, and without one the client learns when to ask again."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`kvparams doctor http://PROXY`: a running proxy whose predictions of cached tokens no longer come true is found."""
+"""Tests that `kvparams doctor http://PROXY` finds a proxy whose predictions of cached tokens no longer come true."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -71,20 +71,24 @@ async def test_predictions_that_do_not_come_true_are_found(
             publisher.say(stored(ids[:640]))
         await until(told)
         status, said = await doctor(url_of(running))
-        assert (status, "WARNING" in said, "nothing was expected to be cached yet" in said) == (0, False, True)
+        assert (status, "WARNING" in said, "the proxy has not predicted any cached tokens yet" in said) == (
+            0,
+            False,
+            True,
+        )
         for ids in prompts:
             asked = {"model": "stub", "prompt": ids, "max_tokens": 1}
             assert (await running.client.post("/v1/completions", json=asked)).status_code == 200
     assert await running.metric("kvparams_proxy_prefix_cache_alarm") == 1
     status, said = await doctor(f"{url_of(running)}/")
     assert status == 0, "it works, and hurts"
-    assert "WARNING of the tokens expected to be cached lately only " in said
-    assert "% were: see that prefix caching is on" in said
+    assert "WARNING only " in said
+    assert "% of the tokens that were predicted to be cached were cached: turn on prefix caching" in said
     for number in range(256):  # all that is remembered: nothing is expected of these
         asked = {"model": "stub", "prompt": Random(1000 + number).choices(range(1000), k=128), "max_tokens": 1}
         assert (await running.client.post("/v1/completions", json=asked)).status_code == 200
     status, said = await doctor(url_of(running))
-    assert "WARNING of the tokens expected to be cached lately only next to none were" in said
+    assert "WARNING only next to none of the tokens that were predicted to be cached were cached" in said
 
 
 async def test_those_that_come_true_are_well(proxy: StartProxy, doctor: Doctor) -> None:
@@ -95,8 +99,10 @@ async def test_those_that_come_true_are_well(proxy: StartProxy, doctor: Doctor) 
             assert (await running.client.post("/v1/completions", json=asked)).status_code == 200
         status, said = await doctor(url_of(running))
     assert (status, "WARNING" in said) == (0, False)
-    assert "  ok      it is a kvparams proxy, and answers\n" in said
-    assert "  ok      of the tokens expected to be cached lately 85 % were\n" in said, "this engine counts others"
+    assert "  ok      the kvparams proxy answers\n" in said
+    assert "  ok      85 % of the tokens that were predicted to be cached were cached\n" in said, (
+        "this engine counts others"
+    )
 
 
 async def test_engines_that_do_not_report_are_a_finding_of_their_own(stage: StartStage, doctor: Doctor) -> None:
@@ -104,18 +110,18 @@ async def test_engines_that_do_not_report_are_a_finding_of_their_own(stage: Star
     for _ in range(3):
         assert (await site.ask(prompt=PROMPT, max_tokens=1)).status_code == 200
     _, said = await doctor(url_of(site.running))
-    assert "WARNING tokens were expected to be cached, and no engine reports whether they were: let engines" in said
+    assert "WARNING the proxy predicts cached tokens, but no engine reports its cached tokens: make the engines" in said
 
 
 async def test_a_proxy_that_does_not_look_is_well(stubbed: Proxy, doctor: Doctor) -> None:
     status, said = await doctor(url_of(stubbed))
-    assert (status, "its policy does not look at what engines have cached" in said) == (0, True)
+    assert (status, "the proxy's policy does not use engines' caches" in said) == (0, True)
 
 
 async def test_what_is_no_proxy_is_an_error(stub: StubEngines, doctor: Doctor) -> None:
     status, said = await doctor(stub.engines[0].url)
-    assert (status, "ERROR" in said, "1 thing is wrong" in said) == (1, True, True)
+    assert (status, "ERROR" in said, "1 error found" in said) == (1, True, True)
     for url in ("http://127.0.0.1:1", "http://user:s3cret@127.0.0.1:1", "http://", "https://127.0.0.1:1"):
         status, said = await doctor(url)
-        assert (status, said.count("ERROR"), "it does not answer" in said) == (1, 1, True), said
+        assert (status, said.count("ERROR"), "the proxy does not answer" in said) == (1, 1, True), said
         assert "s3cret" not in said

@@ -1,4 +1,4 @@
-"""An engine that forbids one client's requests stays in use for all others."""
+"""Tests that an engine that forbids one client's requests stays in use for all others."""
 
 import asyncio
 import json

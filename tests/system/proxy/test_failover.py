@@ -1,4 +1,4 @@
-"""Engines fail, and their clients do not notice; where nobody else can be asked they are told, in an error status."""
+"""Tests that clients do not notice failing engines; where no other engine can be asked, they get an error status."""
 
 import asyncio
 

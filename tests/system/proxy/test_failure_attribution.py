@@ -1,7 +1,7 @@
-"""A prefill engine whose KV decode cannot fetch: the healthy decode engine gets no blame, and others prefill.
+"""Tests a prefill engine whose KV decode cannot fetch: the decode engine gets no blame, and others prefill.
 
-As with stock vLLM: a prefill engine that was restarted under the same NIXL engine id is refused by every decode engine
-that remembers its predecessor, while it answers all its own legs well.
+Stock vLLM behaves like this. Every decode engine that remembers a restarted prefill engine refuses its successor under
+the same NIXL engine id, while the successor answers all its own legs well.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What each leg carries, seen by engines that keep what they were sent."""
+"""Tests the content of each leg, with engines that keep every request."""
 
 import asyncio
 import json

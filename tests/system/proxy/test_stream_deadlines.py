@@ -1,5 +1,7 @@
-"""Time-outs of streams: whatever an engine sends that says nothing to the client, it is silent; and a whole request may
-have a limit of its own."""
+"""Tests the time-outs of streams, and a limit for a whole request.
+
+An engine counts as silent while it sends nothing with content for the client.
+"""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""How a stream ends: with its last event, whatever its engine sends or omits behind it; what is no stream is none."""
+"""Tests that a stream ends with its last event, whatever its engine sends or omits behind it."""
 
 import asyncio
 import json

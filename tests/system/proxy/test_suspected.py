@@ -1,4 +1,4 @@
-"""Engines whose breakers are not closed: spared while others are well, used where nobody else is."""
+"""Tests that engines with open breakers are spared while others are well, and used where there is no other."""
 
 import asyncio
 from functools import partial

@@ -1,6 +1,6 @@
-"""Prefill and decode with a broker in between, as real processes: engines with their sidecars, hit and brought back.
+"""Runs prefill and decode with a broker in between as real processes, hits engines and sidecars, and restarts them.
 
-The one rule: what was hit is started again by its own name and port, and nothing but what was started here is hit.
+A process that was hit is started again by its own name and port. No process that was not started here is hit.
 """
 
 import asyncio

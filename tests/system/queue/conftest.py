@@ -1,4 +1,4 @@
-"""A real broker for all tests here, and pools of queues of their own in it; engines that do as their script says."""
+"""Provides a real broker for all tests here, pools of queues in it, and engines that follow a script."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping

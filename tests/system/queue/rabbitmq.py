@@ -1,6 +1,6 @@
-"""A real RabbitMQ for tests: on free loopback ports, with folders, a name and a port mapper of its own.
+"""Runs a real RabbitMQ for tests: on free loopback ports, with folders, a name and a port mapper of its own.
 
-The one rule: it shares nothing with a broker that the machine may run, and only what was started here is ended here.
+It shares nothing with a broker that the machine may run, and ends only the processes that it started.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A decode node that does as the test says, one message after the other; and a look into queues."""
+"""Provides a decode node that handles one message after the other as the test says, and a view into queues."""
 
 import asyncio
 from collections.abc import AsyncGenerator

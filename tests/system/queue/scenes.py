@@ -1,4 +1,4 @@
-"""How tests of the queue begin: somebody asks, a decode node takes it; and what is seen of it then."""
+"""Provides the first steps of queue tests: a request is sent, a decode node takes it, and both ends are observed."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable

@@ -1,4 +1,4 @@
-"""How soon a decode engine hears that the client has left whose work came by the broker."""
+"""Tests how soon a decode engine hears that a client has left whose work came through the broker."""
 
 import asyncio
 import statistics

@@ -1,4 +1,7 @@
-"""What is too large or too much for the broker, and nodes that are shut down: whoever waits is told, others go on."""
+"""Tests messages that are too large or too many for the broker, and nodes that are shut down.
+
+Whoever waits is told, and other requests go on.
+"""
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator
@@ -102,7 +105,7 @@ async def test_a_part_that_is_too_large_for_the_broker_ends_its_answer_alone(nar
         assert heard.body == body
     await ended(big)
     assert big.error is not None
-    assert big.error.reason == "a part of the answer is larger than the broker takes"
+    assert big.error.reason == "a part of the answer is larger than the broker's max_message_size"
     assert big.error.sent
     await until(lambda: not decode.consumer.running_count)
 
@@ -165,7 +168,7 @@ async def test_a_node_that_leaves_out_a_part_is_heard_no_longer(nodes: Nodes) ->
             await node.say(ResultPart(work.id, node.name, number, HEAD if number == 1 else None, b"", False, None))
         await ended(heard)
         assert heard.error is not None
-        assert heard.error.reason == "its decode node leaves out a part of the answer"
+        assert heard.error.reason == "the decode node left out a part of the answer"
         order = await node.told()
         assert (order.order, order.id) == ("cancel", work.id)
 
@@ -181,7 +184,7 @@ async def test_a_node_that_is_shut_down_tells_who_waits(nodes: Nodes) -> None:
             await heard.some.wait()
     await ended(heard)
     assert heard.error is not None
-    assert heard.error.reason == "its decode node is shut down"
+    assert heard.error.reason == "its decode node is shutting down"
     assert heard.body == b"data: 1\n\n"
     assert chunks.left.is_set()
     assert not decode.consumer.running_count

@@ -1,4 +1,4 @@
-"""How much work a decode node takes, whatever becomes of its channels; what the log says of its engine."""
+"""Tests how much work a decode node takes, whatever becomes of its channels, and its log of engine states."""
 
 import asyncio
 import logging
@@ -93,7 +93,7 @@ async def test_each_change_of_its_engine_is_told_once_whoever_notices(caplog: py
 
     try:
         await until(lambda: engine.asked >= 3)
-        gone = "W the engine is not ready: no connection to the engine (refused); no work is taken"
+        gone = "W the engine is not ready: no connection to the engine (refused); the node takes no requests"
         assert said() == [gone]
         engine.there = True
         await until(lambda: appetite.ready)
@@ -107,7 +107,7 @@ async def test_each_change_of_its_engine_is_told_once_whoever_notices(caplog: py
         await until(lambda: appetite.ready)
         for _ in range(5):
             appetite.record_outcome(None, well=False)
-        assert said()[4:] == ["W the engine is broken: its work fails; it gets no work for a while"]
+        assert said()[4:] == ["W the engine fails: its work fails; it gets no requests for a while"]
         await until(lambda: appetite.ready)  # half open
         appetite.record_outcome(None, well=True)
         assert said()[5:] == ["I the engine is ready: its work succeeds again"]

@@ -1,4 +1,4 @@
-"""Requests through a real broker, over real engines that share a store: what a client sees."""
+"""Tests requests through a real broker, over real engines that share a store, as a client sees them."""
 
 import asyncio
 import random

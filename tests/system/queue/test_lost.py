@@ -1,4 +1,4 @@
-"""What is lost, comes twice, or is nothing at all: nodes that die, a broker that goes and comes back, dead letters."""
+"""Tests lost, duplicate and invalid messages: nodes that die, a broker that goes and comes back, dead letters."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -29,7 +29,7 @@ async def test_work_of_a_node_that_died_is_lost_and_not_run_again_unasked(nodes:
     other = await nodes.decode(echo)
     await ended(heard)
     assert isinstance(heard.error, UpstreamError)
-    assert heard.error.reason == "the decode node that had it is gone"
+    assert heard.error.reason == "the decode node of the request is gone"
     assert heard.error.sent
     assert not other.engine.bodies
     assert other.consumer.counts["lost"] == 1
@@ -53,7 +53,7 @@ async def test_a_node_that_was_told_to_let_it_go_still_says_when_another_one_is_
         await sent(nodes.broker.url, QueueNames(nodes.name).control(other.consumer.node), cancel)
     await ended(heard)
     assert isinstance(heard.error, UpstreamError)
-    assert heard.error.reason == "the decode node that had it is gone"
+    assert heard.error.reason == "the decode node of the request is gone"
     assert other.consumer.counts["lost"] == 1
 
 

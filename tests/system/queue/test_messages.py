@@ -1,4 +1,4 @@
-"""The messages between nodes: what is written is read, and nothing else is."""
+"""Tests that every message between nodes round-trips, and that nothing else is read as one."""
 
 import json
 from typing import Any

@@ -1,6 +1,6 @@
-"""The simulated broker and a real RabbitMQ see the same for the same script of operations.
+"""Compares the simulated broker with a real RabbitMQ on the same script of operations.
 
-The one rule: a script waits for what must come, and what must not is seen because something else comes behind it.
+A script waits for each expected message. A message that comes behind it proves that an unexpected one did not come.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Letters to a broker that does not say what it takes: what is too large is found out, and nothing else suffers."""
+"""Tests messages to a broker that does not state its limits: the too large one is found, and no other suffers."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""One attempt and the node that it hears: what is said to that node again, as it may not have heard it."""
+"""Tests that a node that comes back hears the last message of its attempt again."""
 
 import asyncio
 from typing import cast

@@ -1,4 +1,4 @@
-"""The way from a prefill node to decode nodes and back, over a real broker."""
+"""Tests the way from a prefill node to decode nodes and back, over a real broker."""
 
 import asyncio
 
@@ -220,7 +220,7 @@ async def test_a_fault_in_a_letter_costs_nobody_behind_it(nodes: Nodes, fault: s
         await ended(ours)
         if fault == "the node's":
             assert ours.error is not None
-            assert "what cannot be read" in ours.error.reason
+            assert "an invalid message" in ours.error.reason
             order = await node.told()
             assert (order.order, order.id) == ("cancel", f"{asker}.1")
 

@@ -1,4 +1,7 @@
-"""Decode nodes killed all the time and a broker that goes away twice: every request is answered, once, and rightly."""
+"""Tests decode nodes that are killed all the time and a broker that goes away twice.
+
+Every request is answered, once, and rightly.
+"""
 
 import asyncio
 import random

@@ -1,4 +1,7 @@
-"""Engines as real processes, three of them sharing a file store; started together when the first test asks for one."""
+"""Provides engines as real processes, three of them sharing a file store.
+
+They are started together when the first test asks for one.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The engine over HTTP: what OpenAI's clients and vLLM's users expect, and what is refused."""
+"""Tests the engine over HTTP: what OpenAI's clients and vLLM's users expect, and what is refused."""
 
 import asyncio
 import json

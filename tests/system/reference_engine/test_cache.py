@@ -1,4 +1,4 @@
-"""Blocks: shared while they are used, kept while nothing else needs them, given out once."""
+"""Tests that blocks are shared while they are used, kept while there is room, and given out once."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The demo as a user runs it: it proves what it says, notices what is wrong, and leaves nothing running."""
+"""Tests the demo as a user runs it: it proves its claims, notices faults, and leaves nothing running."""
 
 import json
 import re

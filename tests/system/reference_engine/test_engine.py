@@ -1,4 +1,4 @@
-"""The engine's loop: the same tokens in any company, and nothing held for those who left."""
+"""Tests the engine's loop: a batch does not change a request's tokens, and requests that leave hold nothing."""
 
 import queue
 import random

@@ -1,4 +1,4 @@
-"""Members of a request that change an answer, and the endpoints beside completions and chat."""
+"""Tests members of a request that change an answer, and the endpoints beside completions and chat."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""The reference engine with `--verify-with`: it believes signed documents, once, and nothing else."""
+"""Tests the reference engine with `--verify-with`: it accepts signed documents, once, and nothing else."""
 
 import json
 import subprocess

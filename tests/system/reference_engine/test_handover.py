@@ -1,4 +1,4 @@
-"""Prefill in one process, decode in another, driven by hand as a proxy would: what travels, and what if it does not."""
+"""Tests prefill and decode in two processes, driven as a proxy would: what travels, and what happens if not."""
 
 import asyncio
 import random

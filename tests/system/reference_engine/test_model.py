@@ -1,4 +1,4 @@
-"""The model: paged attention is attention, and its tokens do not depend on how the work was cut up."""
+"""Tests that paged attention equals attention, and that batching does not change the model's tokens."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What the real proxy and real engines say to each other is what the spec's OpenAPI fragment says."""
+"""Tests that the traffic of the real proxy and real engines matches the spec's OpenAPI fragment."""
 
 import asyncio
 import json

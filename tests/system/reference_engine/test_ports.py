@@ -1,4 +1,4 @@
-"""Ports that servers are told to listen on."""
+"""Tests ports that servers are told to listen on."""
 
 import os
 import random

@@ -1,7 +1,7 @@
-"""Conversations through the real proxy and real engines with prefix caches: `cache_aware` beside round robin.
+"""Tests conversations through the real proxy and engines with prefix caches: `cache_aware` beside round robin.
 
-What was hit is what the engines count themselves. Each conversation has a cache salt of its own as well as its text, so
-that nothing is shared between them.
+The engines count their own cache hits. Each conversation has a cache salt of its own as well as its text, so that
+conversations share nothing.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Servers as child processes: none outlives its parent, however that ends, and what it leaves is cleared away."""
+"""Tests servers as child processes: none outlives its parent, however that ends, and leftovers are removed."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""What an answer must be: expressions, schemas, and the sequences that are held to them."""
+"""Tests structured output: regular expressions, schemas, and the sequences that must match them."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Tokens, sampling, stop strings: what one sequence's text is made of."""
+"""Tests tokens, sampling and stop strings, which make up one sequence's text."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A thousand random prompts through proxy, prefill and decode: one engine's tokens, and no prompt computed twice."""
+"""Tests a thousand random prompts through proxy, prefill and decode: one engine's tokens, no prompt computed twice."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Transfers that a proxy gives up, and hand-overs of every kind of request: both legs driven by hand."""
+"""Tests transfers that a proxy gives up, and hand-overs of every kind of request; both legs are driven by hand."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""An `Actor` as an ASGI app: what it says over a socket, said by an app in this process."""
+"""Serves an `Actor` as an ASGI app in this process, in place of a socket."""
 
 import asyncio
 import json

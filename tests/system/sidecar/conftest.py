@@ -1,4 +1,7 @@
-"""Real engines with the proxy beside one of them, in every place; started together when the first test asks for one."""
+"""Provides real engines with the proxy beside one of them, in every place.
+
+They are started together when the first test asks for one.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping

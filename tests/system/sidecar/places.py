@@ -1,6 +1,6 @@
-"""Where the proxy may stand beside an engine: as a process before it or in its server, on prefill's side or decode's.
+"""Defines where the proxy may stand beside an engine: as a process or in its server, on prefill's side or decode's.
 
-The one rule: wherever it stands, clients see the same.
+Clients see the same answers in every place.
 """
 
 import sys

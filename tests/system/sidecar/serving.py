@@ -1,4 +1,4 @@
-"""ASGI apps on a real uvicorn, as an engine or as the engine's server with our middleware in it."""
+"""Serves ASGI apps on a real uvicorn, as an engine or as the engine's server with our middleware in it."""
 
 import asyncio
 import socket

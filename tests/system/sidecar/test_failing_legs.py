@@ -1,7 +1,7 @@
-"""The proxy beside one engine while legs fail, here or elsewhere, before their answer or in the middle of it.
+"""Tests the proxy beside one engine while legs fail, here or elsewhere, before their answer or in the middle of it.
 
-Two remote engines, one here: a remote leg that fails is another's, a local one is tried here once more. Whatever comes,
-the client is answered, once, and nothing runs on.
+Two engines are remote and one is here. A failed remote leg goes to the other remote engine. A failed local leg is tried
+here once more. The client is always answered, once, and nothing runs on.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""An engine's app in this process answers a sink as the same app does over HTTP, whatever it does.
+"""Tests that an engine's app in this process answers a sink as the same app does over HTTP.
 
-Each play runs twice, over a pool to a real server and in-process, and what the sink hears must be the same.
+Each play runs twice, over a pool to a real server and in-process, and the sink must hear the same.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The proxy in an engine's server: whose requests it takes, and how it lives with the app around which it is."""
+"""Tests the proxy in an engine's server: whose requests it takes, and that the app around it works on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -219,7 +219,7 @@ def test_settings_must_say_which_engine_it_is() -> None:
     with pytest.raises(ValueError, match="beside a decode engine, the others have another role"):
         Settings((here, there, Instance("more", "1", Role.DECODE, "http://x:1", "store")), local_id="there")
     both = Instance("both", "1", Role.AGGREGATED, "http://x:1", "store")
-    with pytest.raises(ValueError, match="role is aggregated splits no requests"):
+    with pytest.raises(ValueError, match="role aggregated cannot split requests"):
         DisaggregatedServerMixin(ActedApp("prefill"), Settings((both, there), local_id="both"))
 
 

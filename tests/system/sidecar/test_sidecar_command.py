@@ -1,4 +1,4 @@
-"""`kvparams sidecar`: what is refused at the start; one fleet file for all; a load balancer before sidecars."""
+"""Tests `kvparams sidecar`: refusals at the start, one fleet file for all, and a load balancer before sidecars."""
 
 import argparse
 import sys
@@ -22,10 +22,10 @@ HERE = ("sidecar", "--role", "prefill", "--engine")
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ((*HERE, "http://e:1"), "no decode engine is given; name at least one --decode URL, or --config FILE"),
-        ((*HERE, "http://e:1", "--prefill", "http://p:1"), "--prefill: the prefill engine here is --engine"),
+        ((*HERE, "http://e:1"), "no decode engine is given; add --decode URL or --config FILE"),
+        ((*HERE, "http://e:1", "--prefill", "http://p:1"), "--prefill: give the prefill engine here as --engine"),
         ((*HERE, "e:1", "--decode", "http://d:1"), "--engine: [NAME=]URL must be http://host:port"),
-        ((*HERE, "http://e:1", "--decode", "d:1"), "--decode, the 1. time: [NAME=]URL must be http"),
+        ((*HERE, "http://e:1", "--decode", "d:1"), "--decode number 1: [NAME=]URL must be http"),
         ((*HERE, "a=http://e:1", "--decode", "a=http://d:1"), "two instances are called 'a'"),
         ((*HERE, "http://e:1", "--decode", "http://d:1", "--port", "x"), "--port: must be a port"),
     ],

@@ -1,4 +1,4 @@
-"""The proxy beside one engine: what clients are answered, what they may not say, and what is left when they go."""
+"""Tests the proxy beside one engine: clients' answers, forbidden members, and what is left when clients go."""
 
 import asyncio
 import json

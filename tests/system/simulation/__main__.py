@@ -1,7 +1,7 @@
-"""The simulation from the command line, in processes that do nothing else:
+"""Runs the simulation from the command line, in processes that do nothing else.
 
 python -m tests.system.simulation replay SEED              one seed, with its trace
-python -m tests.system.simulation seeds FIRST COUNT STEP   many; what became of them as one line of JSON
+python -m tests.system.simulation seeds FIRST COUNT STEP   many seeds; their results as one line of JSON
 python -m tests.system.simulation traces FIRST COUNT       a digest of each trace: the same in every process
 python -m tests.system.simulation mutants PART OF COUNT    every OF-th mutant, each against so many seeds
 python -m tests.system.simulation queue PART OF COUNT      the same with those of the queue

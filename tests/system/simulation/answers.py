@@ -1,7 +1,6 @@
-"""What engines answer, as bytes on the wire, and how that goes wrong.
+"""Provides engines' answers, as bytes on the wire, and their faults.
 
-The one rule: what goes wrong could be told from the answer itself; an engine that lies in well-formed HTTP and JSON is
-believed by everybody.
+Every fault can be told from the answer itself. An engine that lies in well-formed HTTP and JSON is believed.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""A broker as nodes meet it: RabbitMQ's queues, as far as `kvparams_proxy.queue` uses them.
+"""Simulates a broker as nodes meet it: RabbitMQ's queues, as far as `kvparams_proxy.queue` uses them.
 
-Quorum and classic queues, prefetch, deliveries that are handed out again, dead letters, messages and queues that
-expire, confirmations. `tests/system/queue/test_model.py` runs the same script here and against a real RabbitMQ; rely on
-nothing that it has not compared. Who may connect, and how that goes wrong, is `wire.py`.
+It has quorum and classic queues, prefetch, redelivery, dead letters, messages and queues that expire, and
+confirmations. `tests/system/queue/test_model.py` runs the same script here and against a real RabbitMQ; rely only on
+what it compares. `wire.py` simulates connections and their faults.
 """
 
 import asyncio

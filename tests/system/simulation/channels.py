@@ -1,7 +1,7 @@
-"""Channels to the simulated broker, as aiormq and aio-pika show them, and the broker's side of each.
+"""Simulates channels to the broker, as aiormq and aio-pika show them, and the broker's side of each.
 
-The one rule: it is as strict as aiormq 7.2: a channel that is closed raises, whoever gives up a call half way has the
-channel closed, and what was not confirmed when it closed fails.
+It is as strict as aiormq 7.2: a closed channel raises, a canceled call closes its channel, and unconfirmed messages
+fail when their channel closes.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Clients of the proxy: patient ones, slow ones, and those that leave; each checks every byte it gets.
+"""Simulates clients of the proxy, patient, slow and leaving ones; each checks every byte that it gets.
 
-The one rule: whoever stays gets for each request one answer: the right one in full, or an error that says so.
+A client that stays gets one answer per request: the right one in full, or an error that says so.
 """
 
 import json

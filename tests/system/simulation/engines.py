@@ -1,8 +1,8 @@
-"""Engines as the proxy meets them: HTTP by hand, KV that is held for a transfer, and everything that can go wrong.
+"""Simulates engines as the proxy meets them: HTTP by hand, KV that is held for a transfer, and their faults.
 
-One with a `nixl` connector holds the KV of a prompt until a decode engine fetches it, is aborted before, or asks for it
-with one token; one with a store saves pages. The one rule: what an engine knows it got from the wire, so what the proxy
-forgets shows here.
+An engine with a `nixl` connector holds the KV of a prompt until a decode leg fetches it, is aborted before, or asks for
+it with one token. An engine with a store saves pages. Engines only know what came over the wire, so an omission of the
+proxy shows here.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""An engine whose app runs in the proxy's own process: its connections are calls of an ASGI app.
+"""Simulates an engine whose app runs in the proxy's own process: its connections are calls of an ASGI app.
 
-The one rule: the engine does not know; what it writes on a connection becomes what an app sends, and whatever else
-becomes of a connection is an app that fails.
+The engine does not know. Its writes on a connection are the app's messages, and any fault of a connection is an app
+that fails.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""The language model of the simulation: the next token is a function of all before it.
+"""Defines the language model of the simulation: the next token is a function of all tokens before it.
 
-So an answer tells which prompt it was computed from, and how far; and one that is continued from its token ids is the
-same as one that never broke off.
+So an answer shows which prompt it was computed from, and how far. An answer that is continued from its token ids equals
+one that never broke off.
 """
 
 from collections.abc import Sequence

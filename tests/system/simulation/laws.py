@@ -1,6 +1,6 @@
-"""What must hold, whatever has gone wrong: while requests run, when they are over, when the proxy has stopped.
+"""Defines the laws that hold under all faults: while requests run, when they are over, and after the proxy's stop.
 
-The one rule: nothing is given up for lost before it had the time it needs; then there is no excuse.
+A law counts something as lost only after the time that its release may take.
 """
 
 import asyncio

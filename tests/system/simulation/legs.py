@@ -1,6 +1,6 @@
-"""What an engine works on: KV that it holds, requests that it has, connections that they came on.
+"""Holds an engine's work: its KV, its requests, and the connections that they came on.
 
-The one rule: a leg ends once, and whatever ends it says so to the world.
+A leg ends once, and its end is reported to the world.
 """
 
 from typing import TYPE_CHECKING, Any, cast

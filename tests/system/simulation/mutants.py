@@ -1,8 +1,7 @@
-"""The proxy with one release taken out: the simulation must notice.
+"""Creates mutants of the proxy, each with one release taken out, which the simulation must notice.
 
-A release is whatever gives something back: a call, found by its name, or an assignment that empties what was
-remembered. One that is added tomorrow is tried tomorrow.
-The one rule: a mutant that nothing can notice stands in `EQUIVALENT`, with the reason.
+A release is a call, found by its name, or an assignment that empties a record. New releases in the source become
+mutants by themselves. A mutant that no test can notice stands in `EQUIVALENT`, with the reason.
 """
 
 # ruff: noqa: E501  the keys of `EQUIVALENT` are statements, which stay whole

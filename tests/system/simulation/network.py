@@ -1,7 +1,7 @@
-"""The proxy's ends of its connections, as uvloop's transports behave, with a peer in place of a kernel.
+"""Simulates the proxy's ends of its connections, as uvloop's transports behave, with a peer in place of a kernel.
 
-The one rule: it is as strict as uvloop 0.23: what raises there (writing or pausing after the end, pausing twice) raises
-here. Source: uvloop 0.22.1, handles/stream.pyx and basetransport.pyx.
+It is as strict as uvloop 0.23: what raises there (writing or pausing after the end, pausing twice) raises here. Source:
+uvloop 0.22.1, handles/stream.pyx and basetransport.pyx.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""Decode nodes between the broker and their engines, in the place of processes: started, killed, shut down.
+"""Simulates decode nodes between the broker and their engines, in place of processes: started, killed, shut down.
 
-The one rule: all of `kvparams_proxy.queue` runs as it is. One that is killed is cut off from the broker and its engine
-in that moment; what it still does in its own memory nobody sees.
+All of `kvparams_proxy.queue` runs as it is. A killed node is cut off from the broker and its engine in that moment; its
+later steps in its own memory have no effect outside.
 """
 
 import asyncio

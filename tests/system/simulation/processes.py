@@ -1,4 +1,4 @@
-"""Runs the simulation in processes of its own: what it replaces touches no other test, and all cores work."""
+"""Runs the simulation in processes of its own, so that its replacements touch no other test and all cores work."""
 
 import json
 import os

@@ -1,6 +1,6 @@
-"""What must hold where there is a broker, beside `laws.py`: nothing is left there, and nodes agree with it.
+"""Defines the laws that hold with a broker, beside `laws.py`: nothing is left in it, and nodes agree with it.
 
-The one rule: as for all laws, nothing is given up for lost before it had the time that it needs.
+As in `laws.py`, nothing counts as lost before the time that its release may take.
 """
 
 from collections.abc import Iterator

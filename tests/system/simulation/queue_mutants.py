@@ -1,7 +1,7 @@
-"""`kvparams_proxy.queue` with one thing done wrong, in ways that its authors might have: the simulation must notice.
+"""Creates mutants of `kvparams_proxy.queue`, each with one plausible mistake, which the simulation must notice.
 
-Beside the releases of `mutants.py`: here what is wrong is often what is done too early, twice, or not again. The one
-rule: each is a few words of one function put in the place of others, and they must be there, once.
+Unlike the releases of `mutants.py`, these mistakes are often steps that are done too early, twice, or not again. Each
+replaces a few words of one function, and these words must be there, once.
 """
 
 import importlib

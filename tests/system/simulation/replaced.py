@@ -1,6 +1,6 @@
-"""What is replaced in the proxy for a simulation: the randomness of ids, two measures, and nothing that decides.
+"""Replaces the randomness of ids and two measures in the proxy for a simulation, and no decision.
 
-The one rule: `prepare` is called once, in a process that only simulates.
+`prepare` is called once, in a process that only simulates.
 """
 
 import asyncio

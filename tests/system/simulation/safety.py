@@ -1,6 +1,6 @@
-"""What must hold of every message, whatever the broker and its nodes go through.
+"""Defines the safety laws of every message, whatever the broker and its nodes go through.
 
-The one rule: it is judged by what the broker itself has seen, never by what a node believes.
+The laws judge by what the broker itself has seen, never by a node's belief.
 """
 
 from collections import Counter

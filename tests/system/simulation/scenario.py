@@ -1,6 +1,6 @@
-"""What happens in the run of one seed: engines, requests, clients, operators, and how much goes wrong.
+"""Draws the run of one seed: engines, requests, clients, operators, and the rate of faults.
 
-The one rule: everything is drawn here or from `World.random`, in the order of events; so a seed is a run.
+Every draw is made here or from `World.random`, in the order of events, so a seed determines a run.
 """
 
 from collections.abc import Mapping

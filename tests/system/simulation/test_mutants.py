@@ -1,4 +1,7 @@
-"""Take any one release out of the proxy, and the simulation notices: so it would notice one that was never written."""
+"""Tests that the simulation notices each release that is taken out of the proxy.
+
+So it would also notice a release that was never written.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,7 @@
-"""The proxy under seeded faults on a virtual clock. Replay one: `python -m tests.system.simulation replay SEED`."""
+"""Tests the proxy under seeded faults on a virtual clock.
+
+`python -m tests.system.simulation replay SEED` replays one seed.
+"""
 
 import time
 from collections import Counter

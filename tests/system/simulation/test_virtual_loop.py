@@ -1,4 +1,4 @@
-"""What the simulation stands on: a clock that jumps, and connections as strict as uvloop's."""
+"""Tests the base of the simulation: a clock that jumps, and connections as strict as uvloop's."""
 
 import asyncio
 

@@ -1,6 +1,6 @@
-"""What a client thinks of an answer: the right one in full, an error in words, or something that must not be.
+"""Classifies an answer as a client sees it: right and complete, an error in words, or a violation.
 
-The one rule: every byte is looked at; what is not expected is wrong.
+It checks every byte, and counts unexpected ones as a violation.
 """
 
 import json

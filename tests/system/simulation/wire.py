@@ -1,6 +1,6 @@
-"""Connections to the simulated broker, as aio-pika shows them, and how they go wrong.
+"""Simulates connections to the broker, as aio-pika shows them, and their faults.
 
-The one rule: what is on its way when a connection is lost is lost with it, and each side notices in its own time.
+A lost connection loses the data under way, and each side notices the loss in its own time.
 """
 
 import asyncio

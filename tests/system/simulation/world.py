@@ -1,6 +1,6 @@
-"""The proxy between simulated clients and engines, on a clock of its own; what must hold when everything is over.
+"""Runs the proxy between simulated clients and engines on a virtual clock, and checks the laws at the end.
 
-The one rule: all of the proxy's own code runs; only sockets, the clock and the randomness of ids are replaced.
+All of the proxy's own code runs; only sockets, the clock and the randomness of ids are replaced.
 """
 
 import asyncio

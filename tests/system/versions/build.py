@@ -1,6 +1,6 @@
-"""A build of the next minor version, which nobody has released: this source with the edits that a minor version is.
+"""Builds the next minor version, which was never released: this source with the edits that a minor version is.
 
-What it adds is in `tests.support.kvparams.next_minor`. The proxy's own source needs no edit. An edit that no longer
+`tests.support.kvparams.next_minor` defines its additions. The proxy's own source needs no edit. An edit that no longer
 fits the source is an error.
 """
 

@@ -1,4 +1,4 @@
-"""What goes over the wire between a proxy and an engine, kept on its way."""
+"""Records the traffic between a proxy and an engine on its way."""
 
 import json
 import socket

@@ -1,6 +1,6 @@
-"""Two builds of this project side by side, as in a rolling upgrade: one as it is, one of the next minor version.
+"""Tests two builds of this project side by side, as in a rolling upgrade: this one and the next minor version.
 
-Real proxies and real engines in processes of their own, with a real store between the engines.
+The proxies and engines are real processes, with a real store between the engines.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Jobs, lanes and arenas: what is done, what is settled, and who owns a buffer meanwhile."""
+"""Tests jobs, worker pools and arenas: results, time-outs, and who owns a buffer meanwhile."""
 
 import asyncio
 import threading

@@ -1,7 +1,7 @@
-"""Memory of a process that uses a store for long: it does not grow, and no operation allocates as much as a page.
+"""Tests that a process that uses a store for long does not grow, and that no operation allocates a page.
 
-Each store is used by a process of its own (`memory_worker.py`), so that nothing else counts. The one rule: a store
-that leaks, or allocates, a page is noticed by the same test.
+Each store is used by a process of its own (`memory_worker.py`), so that nothing else counts. Controls show that the
+same tests notice a store that leaks or allocates a page.
 """
 
 import json

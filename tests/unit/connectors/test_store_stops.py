@@ -1,6 +1,6 @@
-"""Every store whose server is killed in the middle of batches, or stopped for long: what it costs, and afterwards.
+"""Tests every store whose server is killed in the middle of batches, or stopped for long, and its recovery.
 
-The one rule: whatever was read is compared, and no call takes longer than its deadline and a moment.
+Every value that was read is compared, and no call takes longer than its deadline and a moment.
 """
 
 import signal

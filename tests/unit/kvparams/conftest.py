@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the protocol."""
+"""Provides the fixtures of the tests of the protocol."""
 
 from tests.support.kvparams.fixtures import schema, schema_accepts
 

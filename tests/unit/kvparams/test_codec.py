@@ -1,4 +1,4 @@
-"""The door between JSON and the model: nothing is lost, and nothing that a stranger sends breaks it."""
+"""Tests the codec between JSON and the model: nothing is lost, and no input raises an error that is not ours."""
 
 import json
 from collections.abc import Iterator, Mapping

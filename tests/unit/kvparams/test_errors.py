@@ -1,4 +1,4 @@
-"""Errors carry data, survive a trip between processes, and are one tree."""
+"""Tests that errors carry data, survive a trip between processes, and are one tree."""
 
 import copy
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Content keys: the laws that sharing rests on, and fixed values that other languages can be held to."""
+"""Tests content keys: the laws that sharing depends on, and fixed values for other languages."""
 
 import hashlib
 import re

@@ -1,4 +1,4 @@
-"""The members of vLLM #12957: the law of the round trip, and reading them from a request."""
+"""Tests the members of vLLM #12957: the law of the round trip, and reading them from a request."""
 
 import json
 from typing import Any

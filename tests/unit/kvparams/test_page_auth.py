@@ -1,4 +1,4 @@
-"""Pages with a tag: whoever has no key cannot write one, change one, or move one."""
+"""Tests pages with a tag: without the key no one can write, change or move one."""
 
 import sys
 import time

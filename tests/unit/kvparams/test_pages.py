@@ -1,4 +1,4 @@
-"""Sealed pages: a page is read as itself or not at all."""
+"""Tests sealed pages: a page is read as itself or not at all."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The models themselves: frozen, strict, bounded, keeping what they do not know."""
+"""Tests the models: they are frozen, strict and bounded, and keep unknown members."""
 
 import sys
 from array import array
@@ -145,6 +145,15 @@ def test_packed_ids_come_back(ids: list[int]) -> None:
     assert list(prefix.token_ids() or ()) == ids
     assert prefix.count == len(ids)
     assert TokenPrefix.model_validate(prefix.model_dump(exclude_unset=True)) == prefix
+
+
+@pytest.mark.parametrize("packed", ["AQAAAAIAAAADAA==", "AQAAAAIAAAADAAA=", "AQAAAAIAAAA=", "AQAAAAIAAAADAAAABAAAAA=="])
+def test_packed_bytes_of_another_number_of_ids_are_a_conflict(packed: str) -> None:
+    """Spec-mandated, 1.0#8.3: also where the text is as long as that of three ids."""
+    assert made(prefix={"count": 3, "packed": "AQAAAAIAAAADAAAA"}).prefix == TokenPrefix.pack([1, 2, 3])
+    with pytest.raises(ValidationError) as caught:
+        made(prefix={"count": 3, "packed": packed})
+    assert kinds(caught.value) == {"conflict"}
 
 
 @given(IDS)

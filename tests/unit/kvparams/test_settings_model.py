@@ -1,4 +1,4 @@
-"""Models of settings: what is wrong is said with its path, in words, and with the name that was probably meant."""
+"""Tests models of settings: an error names the path and the fault, and suggests the name that was probably meant."""
 
 from collections.abc import Mapping
 from typing import Annotated, ClassVar

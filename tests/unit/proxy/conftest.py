@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the proxy."""
+"""Provides the fixtures of the tests of the proxy."""
 
 from tests.support.proxy.fixtures import (
     direct,

@@ -1,4 +1,4 @@
-"""A dialect of somebody else that cannot be imported: the proxy starts without it, and says so."""
+"""Tests that the proxy starts without a third party's dialect that cannot be imported, and says so."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Secrets of the operator: read from where they are, shown to nobody by accident."""
+"""Tests operators' secrets: they are read from their source and never shown by accident."""
 
 from pathlib import Path
 

@@ -2,8 +2,8 @@
 
 LMCache names a chunk by model, world size, rank, a 64-bit hash of its tokens and the dtype (`CacheEngineKey`,
 lmcache/utils.py of 0.5.6). Not in there: the revision of the weights, tokens in a chunk, shape and order of the
-elements. All of them are in the namespace here. Invariant: whatever changes the bytes of a chunk, and is known here,
-changes its key; nothing in this file knows LMCache's classes.
+elements. All of them are in the namespace here. Whatever changes the bytes of a chunk, and is known here, changes its
+key. This file uses none of LMCache's classes.
 """
 
 import hashlib

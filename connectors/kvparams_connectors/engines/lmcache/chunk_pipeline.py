@@ -1,7 +1,7 @@
 """Chunks on their way between LMCache's memory and a store: sealed in front, verified where they arrive.
 
-Nothing is copied: a header of ours and the chunk where it lies go out together, and come in together. Invariant:
-whoever owns a chunk's memory keeps it until the store's job has settled, whatever became of the wait.
+Nothing is copied: a header of ours and the chunk where it lies go out together, and come in together. The owner of a
+chunk's memory keeps it until the store's job has settled, even if the wait has timed out.
 """
 
 import asyncio
@@ -54,13 +54,13 @@ class LMCacheChunkPipeline:
     def __init__(
         self, store: KVStore, *, deadline_s: float = 5.0, lookup_s: float = 1.0, seals: PageAuthKeys | None = None
     ) -> None:
-        """Creates an `LMCacheChunkPipeline`.
+        """Allocates the memory for headers; chunks stay in LMCache's memory.
 
         Args:
-            store: stays the caller's.
-            deadline_s: of a put or get.
-            lookup_s: of the question what is there.
-            seals: keys of authenticated pages.
+            store: where chunks are kept; the caller closes it.
+            deadline_s: the time limit of a put or get, in seconds.
+            lookup_s: the time limit of a lookup, in seconds.
+            seals: the keys of authenticated pages; None: pages carry a checksum and no tag.
         """
         self._store = store
         self._deadline_s = deadline_s

@@ -127,15 +127,15 @@ class KVParamsRemoteConnector(RemoteConnector):
         traffic: LMCacheChunkPipeline,
         revision: str = "",
     ) -> None:
-        """Creates a `KVParamsRemoteConnector`.
+        """Takes a store that is open already; LMCache calls `KVParamsAdapter`, which opens it.
 
         Args:
-            config: LMCache's.
-            metadata: of the engine; layers may be registered later.
-            memory: where chunks that are read are put.
-            store: behind `traffic`; closed with the connector.
-            traffic: the way there.
-            revision: of the weights.
+            config: LMCache's configuration.
+            metadata: LMCache's description of the engine; layers may be registered later.
+            memory: allocates the chunks that are read.
+            store: the store behind `traffic`; closed with the connector.
+            traffic: moves the chunks.
+            revision: the revision of the weights; part of every key.
         """
         super().__init__(config, metadata)
         self._metadata = metadata

@@ -66,9 +66,9 @@ def page_layout_of(
     """
     kind = KINDS[type(pool).__name__]
     if config.is_mla_model is not (kind == "mla"):
-        raise LayoutError(f"{WHERE}: SGLang keeps this model's KV in a {type(pool).__name__}; that is not known here")
+        raise LayoutError(f"{WHERE}: SGLang keeps this model's KV in a {type(pool).__name__}, which is not supported")
     if config.tp_lcm_size is not None:
-        raise StoreError(f"{WHERE}: engines of different tensor parallel sizes share no pages; leave tp_lcm_size out")
+        raise StoreError(f"{WHERE}: engines of different tensor parallel sizes cannot share pages; remove tp_lcm_size")
     draft_layers = pool.layer_num - pool.target_layer_num
     model, revision = identify_model(settings, config.model_name, told, draft_layers=draft_layers)
     heads, k_dim, v_dim = heads_and_dims(pool)
@@ -100,7 +100,7 @@ def _dtype(pool: HostKVCache, told: Mapping[str, object] | None) -> str:
     if pool.dtype is not torch.uint8:
         return name
     if told is None:
-        raise StoreError(f"{WHERE}: the KV is kept as bytes, and SGLang does not say what they mean")
+        raise StoreError(f"{WHERE}: the KV is stored as bytes of an unknown element type")
     return f"{name} {told['kv_cache_dtype']}"
 
 
@@ -108,10 +108,16 @@ class KVParamsHiCache(HiCacheStorage):
     """See the module. `extra_info` says which pages come before; SGLang's hashes say that already."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object] | None = None) -> None:
-        """Raises StoreError, PageAuthError or PluginError: see `settings.py`; SGLang does not start then."""
+        """Opens the store of SGLang's settings (`settings.py`). SGLang does not start if this raises.
+
+        Raises:
+            StoreError: the store cannot be opened, or a setting is wrong.
+            PageAuthError: the key file of authenticated pages cannot be used.
+            PluginError: no plugin provides the store.
+        """
         settings = SGLangSettings.of(storage_config.extra_config)
         if not (storage_config.extra_config or {}).get("interface_v1"):
-            _LOGGER.warning('%s: without "interface_v1": 1 SGLang copies every page once more', WHERE)
+            _LOGGER.warning('%s: set "interface_v1": 1; without it SGLang copies every page once more', WHERE)
         self._config = storage_config
         self._settings = settings
         self._keys = settings.read_tenant_seals()
@@ -149,8 +155,9 @@ class KVParamsHiCache(HiCacheStorage):
         """
         if str(host_pool_name) != _KV or host_pool is not self._pool:
             raise LayoutError(
-                f"{WHERE}: this model keeps more than KV (the pool {host_pool_name}), which would not be stored; run "
-                "it without this storage backend, or, where it is the draft model's, without speculative decoding"
+                f"{WHERE}: this model has state besides its KV (the pool {host_pool_name}), which cannot be "
+                "stored; run it without this storage backend, or, if the state belongs to a draft model, without "
+                "speculative decoding"
             )
 
     def on_host_pools_registered(self) -> None:
@@ -230,8 +237,8 @@ class KVParamsHiCache(HiCacheStorage):
     def clear(self) -> None:
         """Raises StoreError: a store is not one engine's to clear, and does not say what is in it."""
         raise StoreError(
-            f"{WHERE}: a store that others use is not cleared from here. Clear it where it runs, or set another tenant "
-            "or revision: then nothing of what is stored is found any more"
+            f"{WHERE}: this engine does not clear a store that others use. Clear the store's server, or set "
+            "another tenant or revision, so that stored pages are no longer found"
         )
 
     def get_stats(self) -> object:

@@ -1,7 +1,7 @@
 """The memory of SGLang's host pool, page by page: stretches of it, never a copy.
 
-Invariant: what SGLang says about a page's memory is believed only if it lies inside the pool's own tensors and follows
-one step from page to page; anything else is refused before a byte is moved.
+SGLang's description of a page's memory is accepted only if it lies inside the pool's own tensors and follows one step
+from page to page. Any other description is refused before a byte is moved.
 """
 
 from collections.abc import Mapping, Sequence
@@ -45,20 +45,20 @@ def check_pool(pool: HostKVCache) -> None:
     name = kind.__name__
     if name not in KINDS or not kind.__module__.startswith(POOL_MODULE):
         raise LayoutError(
-            f"{WHERE}: the host pool is a {kind.__module__}.{name}, whose pages are kept in a way that is not known "
-            f"here; known: {', '.join(KINDS)}. Run this model without this storage backend"
+            f"{WHERE}: the host pool {kind.__module__}.{name} is not supported; supported: {', '.join(KINDS)}. "
+            "Run this model without this storage backend"
         )
     if pool.layout not in LAYOUTS[name]:
         raise LayoutError(
-            f"{WHERE}: the layout {pool.layout!r} of a {name} is not known here; choose one by --hicache-mem-layout: "
-            f"{', '.join(LAYOUTS[name])}"
+            f"{WHERE}: the layout {pool.layout!r} of a {name} is not supported; set --hicache-mem-layout to one "
+            f"of {', '.join(LAYOUTS[name])}"
         )
     if pool.dcp_size != 1:
-        raise LayoutError(f"{WHERE}: decode context parallelism is not known here; leave --dcp-size out")
+        raise LayoutError(f"{WHERE}: decode context parallelism is not supported; remove --dcp-size")
     if pool.shared_allocation_domain is not None or pool.stores_page_envelope:
         raise LayoutError(
-            f"{WHERE}: the host pool moves its pages about (unified memory), so their memory cannot be given to a "
-            "store; leave --enable-unified-memory out"
+            f"{WHERE}: the host pool moves its pages (unified memory), so a store cannot use their memory; remove "
+            "--enable-unified-memory"
         )
 
 
@@ -81,7 +81,14 @@ class HostPages:
     """
 
     def __init__(self, pool: HostKVCache) -> None:
-        """Raises LayoutError: see `check_pool`, or SGLang's word does not fit the pool's memory."""
+        """Checks the pool's memory.
+
+        Args:
+            pool: SGLang's host pool.
+
+        Raises:
+            LayoutError: `check_pool` refuses the pool, or SGLang's description does not fit the pool's memory.
+        """
         check_pool(pool)
         self._page_size = pool.page_size
         self.pages: Final = pool.page_num

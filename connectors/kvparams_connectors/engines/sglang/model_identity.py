@@ -25,7 +25,7 @@ DRAFT_SETTINGS: Final = ("speculative_draft_model_path", "speculative_draft_mode
 """Read from `get_spec()`."""
 _UNSEEN: Final = (StoreError, OSError, ImportError, ValueError)
 """What looking for weights may raise; the last one is the hub's, of names that it cannot have."""
-_SAY: Final = "say which weights these are by the setting revision"
+_SAY: Final = "name the weights with the setting revision"
 
 ModelIdentity = tuple[str, str]
 """The name of the model, and what tells its weights from others of that name."""
@@ -65,11 +65,11 @@ def identify_model(
         StoreError: they cannot be known.
     """
     if draft_layers and settings.revision is None:
-        raise StoreError(f"{WHERE}: pages hold the KV of a draft model as well; {_SAY}, of both models")
+        raise StoreError(f"{WHERE}: pages also hold the KV of a draft model; {_SAY}, for both models")
     if told is None:
         name = settings.model or served_name
         if name is None or settings.revision is None:
-            raise StoreError(f"{WHERE}: SGLang says nothing of its model; set model and revision")
+            raise StoreError(f"{WHERE}: SGLang does not name its model; set model and revision")
         return name, settings.revision
     path = str(told["model_path"])
     kept: dict[str, object] = {
@@ -104,11 +104,11 @@ def _hubs(folder: Path) -> str | None:
 
 def _model(path: str, told: Mapping[str, object]) -> str:
     if told["load_format"] == "dummy":
-        raise StoreError(f"{WHERE}: the weights are made up (load_format dummy); {_SAY}")
+        raise StoreError(f"{WHERE}: the weights are random (load_format dummy); {_SAY}")
     try:
         return _seen(path, "config.json", told["revision"])
     except _UNSEEN as error:
-        raise StoreError(f"{WHERE}: which weights SGLang has loaded cannot be seen; {_SAY}") from error
+        raise StoreError(f"{WHERE}: the loaded weights cannot be identified; {_SAY}") from error
 
 
 def _adapters(adapters: Sequence[tuple[str, str]], said: str | None) -> list[tuple[str, str]]:
@@ -124,8 +124,8 @@ def _adapters(adapters: Sequence[tuple[str, str]], said: str | None) -> list[tup
         except _UNSEEN as error:
             if said is None:
                 raise StoreError(
-                    f"{WHERE}: which weights the LoRA adapter {name} has cannot be seen; {_SAY}, of the model "
-                    "and of all adapters"
+                    f"{WHERE}: the weights of the LoRA adapter {name} cannot be identified; {_SAY}, for the model "
+                    "and all adapters"
                 ) from error
             found.append((name, path))
     return found

@@ -2,8 +2,8 @@
 
 SGLang names a page by a SHA-256 chain over its tokens, the request's salt and adapter (`get_storage_hash_str`,
 srt/mem_cache/utils.py of 0.5.23); nothing of the model is in it, and every backend adds what it thinks of. All that
-changes the bytes is in the form here. Invariant: whatever changes the bytes of a page changes its key; nothing in this
-file knows SGLang's classes.
+changes the bytes is in the form here. Whatever changes the bytes of a page changes its key. This file uses none of
+SGLang's classes.
 """
 
 import hashlib

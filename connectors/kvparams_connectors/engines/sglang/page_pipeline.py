@@ -2,8 +2,8 @@
 
 Pages of few pieces are written from the pool where they lie; of many pieces, gathered first. What is read lands in
 memory of ours, is verified there, and only then copied into the pool: SGLang takes a page back as soon as a call has
-returned, and a store that is late would write into somebody else's. Invariant: memory of the pool is written by the
-thread that SGLang waits for, and by nobody else.
+returned, and a store that is late would write into somebody else's. So only the thread that SGLang waits for writes to
+the pool's memory.
 """
 
 import time
@@ -55,17 +55,17 @@ class HiCachePagePipeline:
         keys: TenantPageAuthKeys | None = None,
         verified: bool = True,
     ) -> None:
-        """Creates a `HiCachePagePipeline`.
+        """Allocates an arena and registers it with the store.
 
         Args:
-            store: stays the caller's.
-            form: of the pages.
-            tally: what is counted goes there.
-            arena_bytes: for pages on their way.
-            deadline_s: of `put` and `get`.
-            lookup_s: of `lookup`.
-            keys: of authenticated pages.
-            verified: False uses whatever the store gives back.
+            store: where pages are kept; the caller closes it.
+            form: the layout of the pages.
+            tally: the counters of this rank.
+            arena_bytes: the size of the memory for pages that are being read or gathered, in bytes.
+            deadline_s: the time limit of `put` and `get`, in seconds.
+            lookup_s: the time limit of `lookup`, in seconds.
+            keys: the keys of authenticated pages; None: pages carry a checksum and no tag.
+            verified: False uses pages without verification.
         """
         self._store = store
         self._form = form

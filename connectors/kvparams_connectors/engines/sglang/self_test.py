@@ -47,7 +47,7 @@ def run_self_test(pool: HostKVCache, pages: HostPages, traffic: HiCachePagePipel
         code = traffic.put([name], [place])[0]
         scatter_page(memoryview(nothing), place)
         if code is not ResultCode.OK:
-            _LOGGER.warning("%s: self-test: the store did not take a page (%s)", WHERE, code.value)
+            _LOGGER.warning("%s: self-test: the store did not accept a page (%s)", WHERE, code.value)
             return False
         loaded = traffic.get([name], [place])
         after = bytearray(nothing)
@@ -55,10 +55,10 @@ def run_self_test(pool: HostKVCache, pages: HostPages, traffic: HiCachePagePipel
         scatter_page(memoryview(nothing), place)
         traffic.delete([name])
         if not loaded:
-            _LOGGER.warning("%s: self-test: the store did not give a page back", WHERE)
+            _LOGGER.warning("%s: self-test: the store did not return a page", WHERE)
             return False
         if bytes(after) != before:
-            raise HiCacheSelfTestError(f"{WHERE}: self-test: a page came back other than it was stored")
+            raise HiCacheSelfTestError(f"{WHERE}: self-test: a page changed between save and load")
         return True
     finally:
         pool.free(indices)
@@ -71,4 +71,6 @@ def _compare_with_sglang(pool: HostKVCache, index: int, before: bytes) -> None:
     except NotImplementedError:  # asymmetric K and V: SGLang has no copy of a page
         return
     if flat_bytes(seen).tobytes() != before:
-        raise HiCacheSelfTestError(f"{WHERE}: self-test: the memory of a page is not what SGLang takes for it")
+        raise HiCacheSelfTestError(
+            f"{WHERE}: self-test: the memory of a page differs from the page that SGLang returns"
+        )

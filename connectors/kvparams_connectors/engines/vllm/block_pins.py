@@ -1,9 +1,10 @@
 """Blocks that a save has still to copy: the engine counts us among their users until every worker has copied them.
 
-vLLM writes into a block of somebody else as soon as nobody uses it: its request has ended or was preempted, and what it
-held of a prefix is evicted. So does `BlockPool.touch` keep it (vllm/v1/core/block_pool.py, 0.28 and 0.32), which counts
-users. Invariant: blocks are held before the engine can let go of them, in the step that orders the save, and let go
-once, when the last worker has said that they are copied.
+vLLM gives a block to another request as soon as it has no user: its request has ended or was preempted, and its prefix
+was evicted. `BlockPool.touch` adds a user (vllm/v1/core/block_pool.py, 0.28 and 0.32), so the block is kept.
+
+Invariant: the step that orders a save pins its blocks, before the engine can free them. They are unpinned once, when
+the last worker has copied them. Without the pins vLLM stores wrong pages under right keys.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,12 @@ class BlockPins:
     """Describes what is held. Used by the scheduler's thread alone."""
 
     def __init__(self, pool: BlockPool, workers: int) -> None:
-        """`workers`: how many copy a part of each block."""
+        """Begins without a pinned block.
+
+        Args:
+            pool: vLLM's pool of blocks.
+            workers: the number of workers, each of which copies a part of each block.
+        """
         self._pool, self._workers = pool, workers
         self._next = 1
         self._held: dict[int, _BlockPin] = {}

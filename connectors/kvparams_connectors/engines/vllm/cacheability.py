@@ -1,7 +1,7 @@
 """Defines what the KV of one of vLLM's requests depends on besides its token ids, and whether a key can say it.
 
 Invariant: only hashes that vLLM has computed from the content enter a key. vLLM takes a client's name of an image for
-such a hash, and tells a connector nothing of where a hash comes from; so somebody who knows has to vouch for it.
+such a hash, and does not tell a connector where a hash comes from. So the operator has to vouch for the hashes.
 """
 
 import re
@@ -29,13 +29,13 @@ def why_not_cacheable(request: VLLMRequest, *, hashes_trusted: bool) -> str | No
     if request.pooling_params is not None:
         return "it asks for an embedding, not for tokens"
     if request.resumable:
-        return "its prompt comes in pieces"
+        return "its prompt is sent in several pieces"
     if not all(_says_content(feature.identifier, request.lora_request) for feature in request.mm_features):
-        return "it has an image that the client has named itself: what is in it is not known"
+        return "it has an image with a client's own name, so the image's content is unknown"
     if request.mm_features and not hashes_trusted:
         return (
-            "it has images, and clients may have named them themselves; nobody vouches that they have not: set "
-            "verify_with in kv_connector_extra_config, or trust_media_hashes where only proxies reach this engine"
+            "it has images, whose hashes may be clients' own names; set verify_with in "
+            "kv_connector_extra_config, or trust_media_hashes if only proxies can reach this engine"
         )
     return None
 

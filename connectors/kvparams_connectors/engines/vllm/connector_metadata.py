@@ -1,7 +1,7 @@
 """Defines what the scheduler's half tells the workers' half in one step: loads to begin, saves to make.
 
-Invariant: an order stands alone. It names its tokens, blocks and what else the KV depends on, so that a worker
-remembers nothing of a request, and an id that is used again means nothing.
+An order is complete: it names its tokens, its blocks and what else the KV depends on. So a worker remembers nothing of
+a request, and a reused request id has no effect.
 """
 
 from dataclasses import dataclass, field

@@ -73,11 +73,11 @@ class WorkerMetadata(KVConnectorWorkerMetadata):
     """Describes what a worker tells the scheduler after a step."""
 
     def __init__(self, loads: list[tuple[int, float]], copied: list[int]) -> None:
-        """Creates a `WorkerMetadata`.
+        """Takes the results of one step.
 
         Args:
-            loads: bytes and seconds of loads that have ended.
-            copied: numbers of save orders that no longer need their blocks; from every rank once.
+            loads: bytes and seconds of each load that has ended.
+            copied: the numbers of save orders that no longer need their blocks; every rank names each number once.
         """
         self.loads: Final = loads
         self.copied: Final = copied

@@ -18,7 +18,7 @@ __all__ = ["LayerGroup", "group_revision", "layer_index", "read_groups"]
 
 _CACHE_DTYPES: Final = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 """What `--kv-cache-dtype` means; the others say it themselves."""
-_OFF: Final = "switch the store off for this model"
+_OFF: Final = "turn the store off for this model"
 _ALIKE: Final = f"start vLLM with --disable-hybrid-kv-cache-manager, or {_OFF}"
 """Where layers with full attention and with windows can be kept alike."""
 
@@ -59,19 +59,19 @@ def read_groups(
         for one in cache.kv_cache_groups
     )
     if not groups:
-        raise LayoutError("the model's cache has 0 groups of layers (none): switch the store off for this model")
+        raise LayoutError("the model's cache has no groups of layers: turn the store off for this model")
     if len(groups) == 1 and groups[0].window is None:
         return groups
     off = _OFF if all(group.window is not None for group in groups) else _ALIKE
     kinds = ", ".join(type(one.kv_cache_spec).__name__ for one in cache.kv_cache_groups)
     if not tells_failures:
         raise LayoutError(
-            f"the model's cache is of {kinds}, and this vLLM, other than 0.32, cannot be told which requests' loads "
-            f"have failed: {off}"
+            f"the model's cache has {kinds}, and this version of vLLM (not 0.32) has no way to report failed "
+            f"loads of single requests: {off}"
         )
     sizes = sorted({group.spec.block_size for group in groups})
     if len(sizes) > 1:
-        raise LayoutError(f"the groups of layers ({kinds}) have blocks of {sizes} tokens, not of one size: {off}")
+        raise LayoutError(f"the groups of layers ({kinds}) have blocks of different sizes, {sizes} tokens: {off}")
     least = min((group.window for group in groups if group.window is not None), default=page_tokens)
     if page_tokens > least or page_tokens % sizes[0]:
         raise LayoutError(
@@ -98,7 +98,7 @@ def layer_index(name: str) -> int:
     """
     numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
     if len(numbers) != 1:
-        raise LayoutError(f"which layer is {name!r}? Known are names with one number in them")
+        raise LayoutError(f"the name of the layer {name!r} must have exactly one number in it")
     return int(numbers[0])
 
 
@@ -107,7 +107,7 @@ def _window(spec: object) -> int | None:
     if type(spec).__name__ != "SlidingWindowSpec":  # full attention keeps all blocks, whatever its layers look at
         return None
     if not isinstance(window, int) or window < 1:
-        raise LayoutError(f"a cache with a sliding window of {window!r} tokens is not known here: {_OFF}")
+        raise LayoutError(f"a cache with a sliding window of {window!r} tokens is not supported: {_OFF}")
     return window + int(getattr(spec, "extra_retained_tokens", 0))
 
 

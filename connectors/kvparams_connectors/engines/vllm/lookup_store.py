@@ -42,8 +42,8 @@ def open_lookup_store(url: str, *, ranks: int) -> LookupStore:
     if not store.capabilities.shared:
         store.close()
         raise StoreError(
-            f"the store {parsed.scheme}: keeps its values in the process that opened it, and vLLM's scheduler and "
-            "workers are several: choose one that others can reach, such as file: on one machine or valkey:"
+            f"the store {parsed.scheme}: keeps its values in one process, but vLLM's scheduler and workers are "
+            "several processes; choose a shared store, such as file: on one machine, or valkey:"
         )
     return LookupStore(store, store.address)
 
@@ -54,9 +54,9 @@ def _peer(url: StoreURL, ranks: int) -> LookupStore:
 
     settings = PeerSettings.of(url)
     if ranks > 1:
-        raise StoreError("peer: under tensor parallelism every worker would listen at one port: use a shared store")
+        raise StoreError("peer: the workers of tensor parallelism would all listen at one port; use a shared store")
     if settings.port is None:
-        raise StoreError("peer: say at which port the worker listens, for the scheduler has to know: peer://host:7000")
+        raise StoreError("peer: give the port of the worker, which the scheduler needs: peer://host:7000")
     own = f"{settings.reachable}:{settings.port}" if settings.port else None
     store = PeerStore(replace(settings, port=0, size_bytes=_UNUSED_BYTES, transport="tcp"))
     return LookupStore(GuardedStore(store, name="peer"), own)

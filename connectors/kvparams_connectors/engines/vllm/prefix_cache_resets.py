@@ -27,8 +27,8 @@ class PrefixCacheResets:
         """Watches this pool."""
         if not hasattr(pool, _MAP):
             _LOGGER.warning(
-                "this vLLM does not show when its prefix cache is reset: after a change of weights reset it with "
-                "reset_external=true, or stored KV of the old weights is used"
+                "this version of vLLM does not show resets of its prefix cache. After a change of weights, reset "
+                "the cache with reset_external=true; otherwise stored KV of the old weights is used"
             )
             return
         self._pool, self._map = pool, pool.cached_block_hash_to_block

@@ -1,6 +1,6 @@
 """The scheduler's question to the store: how much of a sequence is there, of all ranks.
 
-Invariant: what one rank misses is not there. Every rank must find its part of a page, so all parts are asked for.
+A page counts as stored only if every rank finds its part, so all parts are asked for.
 """
 
 import time
@@ -25,12 +25,13 @@ class StorePrefixLookup:
     def __init__(
         self, store: KVStore, shares: Sequence[RankShard], deadline_s: float, *, own: str | None = None
     ) -> None:
-        """Creates a `StorePrefixLookup`.
+        """Asks the store nothing yet.
 
         Args:
-            store: stays the caller's.
-            shares: of the groups of layers, in the engine's order; each request brings its cache salt and LoRA.
-            deadline_s: for one lookup.
+            store: where pages are looked up; the caller closes it.
+            shares: what a rank holds of each group of layers, in the engine's order. Each request adds its cache salt
+                and LoRA.
+            deadline_s: the time limit of one lookup, in seconds.
             own: where this engine's own pages are read, if not in the store.
         """
         self._store = store

@@ -1,7 +1,7 @@
 """Determines which part of a model an engine's rank holds, and what its pages are called.
 
-Invariant: what is not understood is refused before the engine serves, in a sentence that says what to do. A page of
-half a model, or of two ranks under one name, would be found and used by others.
+A layout that is not understood is refused before the engine serves, with a sentence that says what to do. Other engines
+would find and use a page of half a model, or a page of two ranks under one name.
 """
 
 from collections.abc import Sequence
@@ -64,16 +64,19 @@ def rank_shard(
         LayoutError: the engine is divided in a way that is not known here.
     """
     if ranks.pipeline != 1:
-        raise LayoutError("pipeline parallelism is not known here: start vLLM with --pipeline-parallel-size 1")
+        raise LayoutError("pipeline parallelism is not supported: start vLLM with --pipeline-parallel-size 1")
     if ranks.context != 1:
-        raise LayoutError("context parallelism is not known here: its ranks hold parts of tokens, not of heads")
+        raise LayoutError(
+            "context parallelism is not supported, because its ranks hold parts of the tokens, not of the heads"
+        )
     mine = kv_heads // ranks.tensor if kv_heads % ranks.tensor == 0 else 1
     if kv_heads % ranks.tensor and ranks.tensor % kv_heads:
-        raise LayoutError(f"{kv_heads} KV heads on {ranks.tensor} ranks: not the same number on each")
+        raise LayoutError(f"{kv_heads} KV heads cannot be divided equally over {ranks.tensor} ranks")
     if spec.kv_heads != mine:
         raise LayoutError(
-            f"vLLM's cache has {spec.kv_heads} KV heads on this rank, and {kv_heads} heads on {ranks.tensor} ranks are "
-            f"{mine}: this model keeps its heads in a way that is not known here; switch the store off for it"
+            f"vLLM's cache has {spec.kv_heads} KV heads on this rank, but {kv_heads} heads on {ranks.tensor} "
+            f"ranks would be {mine}. This model's distribution of heads is not supported; turn the store off for "
+            "it"
         )
     first = ranks.tensor_rank * kv_heads // ranks.tensor
     geometry = Geometry(layers, kv_heads, spec.k_dim, spec.v_dim)
@@ -82,7 +85,7 @@ def rank_shard(
     except ValueError as error:
         raise LayoutError(f"tensor_parallel_sizes: {error}") from error
     if mine % grid.head_unit:
-        raise LayoutError(f"tensor_parallel_sizes {list(sizes or ())} must hold this engine's size, {ranks.tensor}")
+        raise LayoutError(f"tensor_parallel_sizes {list(sizes or ())} must include this engine's size, {ranks.tensor}")
     namespace = Namespace(model, revision, spec.dtype, geometry, page_tokens)
     return RankShard(namespace, KVShard(0, layers, first, first + mine), grid, window)
 
@@ -99,6 +102,6 @@ def check_layer_range(indexes: Sequence[int], layers: int) -> None:
     """
     if sorted(indexes) != list(range(layers)):
         raise LayoutError(
-            f"the model has {layers} layers, and there are caches of the layers {sorted(indexes)}: pages of it would "
-            "not be the whole KV. Switch the store off for this model"
+            f"the model has {layers} layers, but only the layers {sorted(indexes)} have caches, so pages would be "
+            "incomplete. Turn the store off for this model"
         )

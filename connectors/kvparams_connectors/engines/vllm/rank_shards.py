@@ -1,6 +1,6 @@
 """Defines what vLLM's configuration says about the KV, in our terms: the same in the scheduler and in every worker.
 
-Invariant: both halves read it here, from what both are given, so that they cannot disagree on a key.
+The scheduler's half and the workers' half both read the configuration here, so they cannot disagree on a key.
 """
 
 from collections.abc import Sequence
@@ -76,8 +76,8 @@ def cpu_cache_layout(kernel: str) -> str:
     form = _CPU_FORMS.get(kernel)
     if form is None:
         raise LayoutError(
-            f"vLLM's attention on this CPU is `{kernel}`, whose cache is packed in a way that is not known; known: "
-            f"{', '.join(_CPU_FORMS)}. On a CPU with AMX start vLLM with --dtype float32"
+            f"vLLM's attention on this CPU is `{kernel}`, whose cache layout is not supported; supported: "
+            f"{', '.join(_CPU_FORMS)}. On a CPU with AMX, start vLLM with --dtype float32"
         )
     return form
 

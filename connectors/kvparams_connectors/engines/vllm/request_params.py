@@ -1,7 +1,7 @@
 """Defines what one request's `kv_transfer_params` say, and what its answer's will.
 
-Invariant: nothing a request says raises in the engine's loop, where one bad request would end all of them. What is
-wrong or in doubt is said in the log, and the store is left alone.
+A request's members never raise in the engine's loop, where one bad request would end all requests. Wrong or doubtful
+members are logged, and the request does not use the store.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +118,7 @@ def _isolation(cache_salt: str | None, lora: str | None) -> dict[str, str]:
 def _fault(params: KVTransferParams, cache_salt: str | None, lora: str | None) -> str | None:
     isolation = params.isolation or Isolation()
     if params.mode != "store":
-        return f"mode {params.mode!r} is not spoken here: KV travels through a store"
+        return f"the mode {params.mode!r} is not supported; this connector moves KV through a store"
     if params.phase not in ("prefill", "decode"):
         return f"phase {params.phase!r} does not belong to a request for tokens"
     if isolation.lora is not None and isolation.lora != lora:

@@ -1,7 +1,10 @@
 """Holds the state of one request: its inputs, its store lookup, and the life of the weights that it belongs to.
 
 vLLM may be given other weights while it runs, and then has its caches reset; what the engine computes from there on has
-another name, a life. Invariant: what a request began in one life is never stored under the name of another.
+another name, a life.
+
+Invariant: KV that a request began in one life is never stored under the name of another. Otherwise KV of old weights
+would be loaded after a change of weights.
 """
 
 from collections.abc import Sequence as Tokens
@@ -33,15 +36,15 @@ class RequestState:
         life: tuple[ExtraKey, ...],
         plan: GroupedPlan | None,
     ) -> None:
-        """Creates a `RequestState`.
+        """Begins with a request that vLLM has just passed to the connector.
 
         Args:
-            handoff: what its document says.
-            extras: what its KV depends on besides token ids.
-            prompt: its token ids.
-            tracked: what it still wants of the store.
-            life: of the weights; nothing for those that the engine has started with.
-            plan: of its prompt; None: the store is left alone, and its answer only says so.
+            handoff: the request's parsed `kv_transfer_params`.
+            extras: what the KV depends on besides token ids.
+            prompt: the token ids of the prompt.
+            tracked: the state machine that decides about loads and saves.
+            life: the key of the current weights; empty for the weights that the engine has started with.
+            plan: the pages of the prompt; None: the request does not use the store, and its answer only says so.
         """
         self.request_params: Final = handoff
         self.prompt: Final = tuple(prompt)

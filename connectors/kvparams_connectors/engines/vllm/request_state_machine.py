@@ -2,8 +2,8 @@
 
 A request waits, has an offer made, may load, computes, and ends; preempted, it waits again for a new offer. Pure.
 
-Invariant: an offer that was taken up is never made again before the request is preempted. What of it could not be
-loaded is computed; offered once more, it would fail for ever.
+An offer that was accepted is not repeated before the request is preempted. The engine computes the part that could not
+be loaded; a repeated offer would fail forever.
 """
 
 from dataclasses import dataclass
@@ -50,13 +50,13 @@ class RequestStateMachine:
     """
 
     def __init__(self, *, prompt_tokens: int, page_tokens: int, saves: bool, saves_tail: bool) -> None:
-        """Creates a `RequestStateMachine`.
+        """Begins in the state of a waiting request without an offer.
 
         Args:
-            prompt_tokens: of the prompt as it came.
-            page_tokens: of a stored page.
-            saves: whether anything of it is saved.
-            saves_tail: the prompt's last page is saved although it is not full: another engine will ask for it.
+            prompt_tokens: the length of the prompt as it came, in tokens.
+            page_tokens: the length of a stored page, in tokens.
+            saves: whether any page of the request is saved.
+            saves_tail: whether the prompt's last page is saved although it is not full, for another engine.
         """
         self.prompt_tokens: Final = prompt_tokens
         self._page_tokens: Final = page_tokens

@@ -57,7 +57,18 @@ class SchedulerConnector:
     def __init__(
         self, config: VllmConfig, cache: KVCacheConfig, settings: VLLMSettings, *, tells_failures: bool = True
     ) -> None:
-        """`tells_failures`: see `read_groups`. Raises LayoutError or StoreError if this engine cannot share its KV."""
+        """Opens the store, for lookups only.
+
+        Args:
+            config: vLLM's configuration.
+            cache: vLLM's description of the KV cache.
+            settings: the connector's settings.
+            tells_failures: whether vLLM can be told that a load has failed as a whole; see `read_groups`.
+
+        Raises:
+            LayoutError: this engine's KV cannot be shared.
+            StoreError: the store cannot be opened, or a setting is wrong.
+        """
         transfer = config.kv_transfer_config
         assert transfer is not None
         groups = read_groups(config, cache, page_tokens=settings.page_tokens, tells_failures=tells_failures)
@@ -68,8 +79,8 @@ class SchedulerConnector:
         fails = transfer.kv_load_failure_policy == "fail"
         if fails and transfer.is_kv_consumer:
             _LOGGER.warning(
-                "kv_load_failure_policy is `fail`: a request whose stored KV is damaged or gone ends with an error. "
-                "Set it to `recompute` and it is computed instead"
+                "kv_load_failure_policy is `fail`, so a request whose stored KV is damaged or gone ends with an "
+                "error. Set it to `recompute` to compute the KV instead"
             )
         rules = SchedulerOptions(
             page_tokens=settings.page_tokens,
@@ -213,9 +224,9 @@ class SchedulerConnector:
             return
         if first:
             _LOGGER.warning(
-                "vLLM has reset its caches, perhaps for other weights: what is stored is left alone from now on, and "
-                "this engine shares with no other until it is started again. Where weights never change set "
-                "keep_on_reset in kv_connector_extra_config"
+                "vLLM has reset its caches, perhaps for other weights. From now on this engine does not use "
+                "stored KV of before, and shares KV with no other engine until it is restarted. If its weights "
+                "never change, set keep_on_reset in kv_connector_extra_config"
             )
         self.state.invalidate_stored(os.urandom(32))
 

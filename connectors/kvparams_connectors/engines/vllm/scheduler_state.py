@@ -1,6 +1,6 @@
 """The scheduler's half, without an engine: all requests, what is looked up for them, and the orders of each step.
 
-Invariant: nothing here waits or raises for one request; a request of which the store knows nothing good is computed.
+No call here waits, and no single request raises. A request for which the store has nothing usable is computed.
 """
 
 import logging

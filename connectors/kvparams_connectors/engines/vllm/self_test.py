@@ -54,14 +54,14 @@ def run_self_test(
     count = -(-page_tokens // block_size)
     tokens = count * block_size
     if count >= len(tensors[0]):
-        raise SelfTestError(f"the cache has {len(tensors[0])} blocks, and a page of {page_tokens} tokens takes {count}")
+        raise SelfTestError(f"the cache has {len(tensors[0])} blocks, but a page of {page_tokens} tokens needs {count}")
     blocks = list(range(len(tensors[0]) - 1, len(tensors[0]) - 1 - count, -1))  # backwards: no order is assumed
     plan = connector.plan(list(range(tokens)), _unshared_params())
     before = [_random(tensor, blocks) for tensor in tensors]
     try:
         saved = connector.save(plan, blocks, 0, tokens, required=True).result(deadline_s)
         if not saved.complete:
-            _LOGGER.warning("self-test: the store did not take a page (%s); everything is computed", saved)
+            _LOGGER.warning("self-test: the store did not accept a page (%s); until it does, all KV is computed", saved)
             return False
         for tensor in tensors:
             tensor[blocks] = 0
@@ -69,11 +69,13 @@ def run_self_test(
         if loaded.refused:
             raise SelfTestError(f"self-test: a page that was just stored came back as {loaded.refused[0].reason}")
         if loaded.end_token != tokens:
-            _LOGGER.warning("self-test: the store did not give a page back (%s); everything is computed", loaded)
+            _LOGGER.warning(
+                "self-test: the store did not return a page (%s); until it does, all KV is computed", loaded
+            )
             return False
         for layer, (tensor, bytes_before) in enumerate(zip(tensors, before, strict=True)):
             if not torch.equal(_bytes(tensor, blocks), bytes_before):
-                raise SelfTestError(f"self-test: the KV of layer {layer} came back other than it was stored")
+                raise SelfTestError(f"self-test: the KV of layer {layer} changed between save and load")
         return True
     finally:
         for tensor in tensors:

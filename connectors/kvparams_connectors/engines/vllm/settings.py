@@ -90,7 +90,9 @@ class VLLMSettings(EngineSettings):
         if self.promise_s > self.deadline_s:
             wrong.append("promise_s is longer than deadline_s")
         if (self.verify_with is None) != (self.audience is None):
-            wrong.append("verify_with and audience go together: whose signature, and for which pool")
+            wrong.append(
+                "verify_with and audience need each other: the file of signing keys, and the name of the engine pool"
+            )
         if wrong:
             raise ValueError("; ".join(wrong))
         return self

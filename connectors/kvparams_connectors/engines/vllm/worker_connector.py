@@ -54,7 +54,19 @@ class WorkerConnector:
         *,
         tells_failures: bool = True,
     ) -> None:
-        """`tells_failures`: see `read_groups`. Raises LayoutError or StoreError if this engine cannot share its KV."""
+        """Opens the store; `register` takes the tensors.
+
+        Args:
+            config: vLLM's configuration.
+            cache: vLLM's description of the KV cache.
+            settings: the connector's settings.
+            platform: what vLLM says about this worker.
+            tells_failures: whether vLLM can be told that a load has failed as a whole; see `read_groups`.
+
+        Raises:
+            LayoutError: this engine's KV cannot be shared.
+            StoreError: the store cannot be opened, or a setting is wrong.
+        """
         self._config, self._settings, self._platform = config, settings, platform
         self._groups: Final = read_groups(
             config, cache, page_tokens=settings.page_tokens, tells_failures=tells_failures
@@ -81,7 +93,7 @@ class WorkerConnector:
         check_layer_range([layer_index(name) for name in names], layers)
         strange = sorted(set(caches) - set(names))
         if strange:
-            raise LayoutError(f"vLLM has caches that no group of layers names: {', '.join(strange)}")
+            raise LayoutError(f"vLLM has caches outside its groups of layers: {', '.join(strange)}")
         settings = self._settings
         # Groups lie in the same memory, so each self-test is over before the next begins.
         made = [self._register(group, share, caches) for group, share in zip(self._groups, self._shares, strict=True)]
@@ -105,7 +117,7 @@ class WorkerConnector:
         settings, spec = self._settings, group.spec
         tensors = [caches[name] for name in sorted(group.names, key=layer_index)]
         if len({tensor.data_ptr() for tensor in tensors}) != len(tensors):
-            raise LayoutError("layers of this model share their cache, which is not known here; switch the store off")
+            raise LayoutError("layers of this model share a cache, which is not supported; turn the store off")
         form = None
         if tensors[0].device.type == "cpu":
             form = cpu_cache_layout(self._platform.cpu_kernel(self._config, spec.block_size, spec.k_dim))
@@ -189,5 +201,5 @@ class WorkerConnector:
 
     def _ready(self) -> WorkerTransfers:
         if self._transfers is None:
-            raise RuntimeError("vLLM ordered a transfer before it said where its KV cache is")
+            raise RuntimeError("vLLM ordered a transfer before it registered its KV cache")
         return self._transfers

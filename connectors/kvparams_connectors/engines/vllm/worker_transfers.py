@@ -1,8 +1,8 @@
 """The workers' half, without an engine: orders become jobs of the store connector, and each load is reported once.
 
-Where blocks are kept for it, a save copies them in a lane of its own, and says when it has. Invariant: what went wrong
-is a load that did not reach its end or a save that stored nothing, never an exception; a load's bad blocks are named in
-the same report as the request, so the engine neither uses nor keeps them.
+Where blocks are kept for it, a save copies them in a lane of its own, and says when it has. A failure is a load that
+did not reach its end or a save that stored nothing, never an exception. The report that names a failed request also
+names its bad blocks, so the engine neither uses nor keeps them.
 """
 
 import logging
@@ -91,15 +91,17 @@ class WorkerTransfers:
         patience_s: float = 5.0,
         all_or_nothing: bool = False,
     ) -> None:
-        """Creates a `WorkerTransfers`.
+        """Takes connectors whose tensors are registered.
 
         Args:
-            connectors: by group of layers.
-            block_size: tokens of the engine's blocks.
-            aside: where saves copy blocks that are kept for them, one after the other; None: in the engine's thread, as
-                for blocks on a device, where that only puts work on the engine's stream.
-            patience_s: a save that has not begun by then is left out, so that its blocks come free.
-            all_or_nothing: a request with a part that could not be loaded has nothing; else it has the part before.
+            connectors: one connector per group of layers.
+            block_size: the length of the engine's blocks, in tokens.
+            clock: returns the time in seconds.
+            aside: runs the copies of saves whose blocks are pinned, one after the other. None: saves copy in the
+                engine's thread, as for blocks on a device, where a copy only adds work to the engine's stream.
+            patience_s: a save that has not begun after so many seconds is dropped, so that its blocks come free.
+            all_or_nothing: whether a request whose load failed in part loses all of it; otherwise it keeps the part
+                before.
         """
         self._all_or_nothing = all_or_nothing
         self._connectors, self._block_size, self._clock = tuple(connectors), block_size, clock

@@ -2,8 +2,8 @@
 
 vLLM names a chunk by the hash of its tokens and all before them (LoRA name, images, cache salt and prompt embeddings
 included) and its group of layers (`OffloadKey`, vllm/v1/kv_offload/base.py of 0.32). Not in there: the model, its
-weights, how the bytes lie. All of them are in the digest of the form here. Invariant: whatever changes the bytes of a
-chunk, and is known here, changes its key; nothing in this file knows vLLM's classes.
+weights, how the bytes lie. All of them are in the digest of the form here. Whatever changes the bytes of a chunk, and
+is known here, changes its key. This file uses none of vLLM's classes.
 """
 
 import hashlib

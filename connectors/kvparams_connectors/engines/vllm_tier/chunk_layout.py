@@ -42,11 +42,12 @@ def chunk_layout_of(
     config = spec.config
     parallel = config.parallel
     if config.kv_cache_layout is None:
-        raise StoreError("vLLM does not say how its KV lies in memory (kv_cache_layout), so it cannot be shared")
+        raise StoreError("vLLM does not report its KV layout (kv_cache_layout), so the KV cannot be shared")
     if settings.revision is None and platform not in _TRUSTED:
         raise StoreError(
-            f"on this platform ({platform}) how KV lies in memory depends on the attention that runs, and vLLM does "
-            "not tell a tier which: set revision to a text that names weights and attention, other for each"
+            f"on this platform ({platform}) the KV layout depends on the attention backend, which vLLM does not "
+            "report to a tier. Set revision to a text that names the weights and the attention backend, "
+            "different for each combination"
         )
     name = config.model.name
     try:
@@ -69,11 +70,11 @@ def chunk_layout_of(
             canonical=config.canonical_layout,
         )
     except ValueError as error:
-        raise StoreError(f"vLLM's KV is divided in a way that is not known here: {error}") from error
+        raise StoreError(f"vLLM's division of the KV is not supported: {error}") from error
     if row_bytes != -(-form.payload_bytes // mmap.PAGESIZE) * mmap.PAGESIZE:
         raise StoreError(
-            f"a chunk has {row_bytes} bytes in vLLM's host memory, and {form.payload_bytes} bytes in rows of whole "
-            "memory pages were expected: it lies there in a way that is not known here"
+            f"a chunk has {row_bytes} bytes in vLLM's host memory, but {form.payload_bytes} bytes (rounded up to "
+            "whole memory pages) were expected; this layout is not supported"
         )
     return form
 
@@ -84,8 +85,8 @@ def _revision(said: str | None, name: str) -> str:
     folder = Path(name)
     if not folder.is_dir():
         raise StoreError(
-            f"{name} is no folder, and which revision of it vLLM has loaded is not told to a tier: set revision in "
-            "secondary_tiers, to the commit for example"
+            f"{name} is not a folder, and vLLM does not report the loaded revision to a tier; set revision in "
+            "secondary_tiers, for example to the commit"
         )
     config = folder / "config.json"
     told: object = json.loads(config.read_bytes()) if config.is_file() else {}

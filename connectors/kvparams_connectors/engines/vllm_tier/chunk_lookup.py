@@ -21,12 +21,12 @@ class ChunkLookup:
     """A `ChunkLookup` holds the lookups of all requests; one thread calls it, and never waits."""
 
     def __init__(self, store: KVStore, form: OffloadChunkLayout, *, lookup_s: float) -> None:
-        """Creates a `ChunkLookup`.
+        """Asks the store nothing yet.
 
         Args:
-            store: stays the caller's.
-            form: of the chunks.
-            lookup_s: until then the store answers, or it is a no.
+            store: where chunks are looked up; the caller closes it.
+            form: the layout of the chunks.
+            lookup_s: a lookup without an answer after so many seconds counts as a miss.
         """
         self._store = store
         self._form = form

@@ -1,8 +1,8 @@
 """Chunks on their way between vLLM's host memory and a store: sealed before they go, verified where they arrive.
 
 They go through an arena of ours, for vLLM gives a chunk's memory to others as soon as a job is reported: a store that
-is stuck keeps a slot of ours, never memory of vLLM's. Invariant: when a job is done nothing touches vLLM's memory any
-more, whatever the store still does (`Job.guarded_section`).
+is stuck keeps a slot of ours, never memory of vLLM's. When a job is done, nothing touches vLLM's memory any more,
+whatever the store still does (`Job.guarded_section`).
 """
 
 import logging
@@ -97,15 +97,15 @@ class OffloadChunkPipeline:
         verify: bool = True,
         seals: PageAuthKeys | None = None,
     ) -> None:
-        """Creates an `OffloadChunkPipeline`.
+        """Allocates an arena, registers it with the store, and starts the worker threads.
 
         Args:
-            store: stays the caller's.
-            form: of the chunks.
-            deadline_s: of each load and save, from its submission on.
-            arena_bytes: for chunks on their way; None: 64 MiB, and room for 8 chunks at least.
-            verify: False uses whatever comes.
-            seals: keys of authenticated pages.
+            store: where chunks are kept; the caller closes it.
+            form: the layout of the chunks.
+            deadline_s: the time limit of a load or save from its submission, in seconds.
+            arena_bytes: the size of the memory for chunks in transfer, in bytes. None: 64 MiB, and at least 8 chunks.
+            verify: False uses chunks without verification.
+            seals: the keys of authenticated pages; None: chunks carry a checksum and no tag.
         """
         self._store = store
         self._form = form
@@ -156,17 +156,18 @@ class OffloadChunkPipeline:
             saved = self.save(rows[:1], [(key, 0)]).result()
             if not saved.done:
                 _LOGGER.warning(
-                    "self-test: the store did not take a chunk (%s); everything is computed", saved.failures
+                    "self-test: the store did not accept a chunk (%s); until it does, all KV is computed",
+                    saved.failures,
                 )
                 return False
             loaded = self.load(rows, [(key, 1)]).result()
             if loaded.refused:
                 raise StoreError(f"self-test: a chunk that was just stored came back as {', '.join(loaded.refused)}")
             if not loaded.done:
-                _LOGGER.warning("self-test: the store did not give a chunk back (%s)", loaded.failures)
+                _LOGGER.warning("self-test: the store did not return a chunk (%s)", loaded.failures)
                 return False
             if not np.array_equal(rows[0], rows[1]):
-                raise StoreError("self-test: a chunk came back other than it was stored")
+                raise StoreError("self-test: a chunk changed between save and load")
             return True
         finally:
             self._store.delete([self._form.name(key)], self._deadline_s).result()

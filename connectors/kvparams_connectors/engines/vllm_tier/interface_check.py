@@ -92,6 +92,7 @@ def require_known_interface(version: str, base: Any, others: Mapping[str, Any]) 
     found = find_differences(base, others)
     if found:
         raise StoreError(
-            f"vLLM {version} speaks to a tier otherwise than {KNOWN_VERSION}, which is known here: {'; '.join(found)}. "
-            f"Use vLLM {KNOWN_VERSION}, or a kvparams that knows yours, or take KVParamsTier out of secondary_tiers"
+            f"vLLM {version} has another tier interface than the supported version {KNOWN_VERSION}: "
+            f"{'; '.join(found)}. Use vLLM {KNOWN_VERSION}, use a kvparams release for your vLLM, or remove "
+            "KVParamsTier from secondary_tiers"
         )

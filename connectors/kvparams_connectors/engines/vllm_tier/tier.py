@@ -1,7 +1,7 @@
 """`KVParamsTier`: what vLLM's TieringOffloadingSpec loads by module path; `settings.py` says how to configure it.
 
-vLLM makes one, in its scheduler, and calls it from the scheduler's thread alone. Invariant: nothing here waits for a
-store, but where vLLM says that it may: when it starts, drains and ends.
+vLLM makes one, in its scheduler, and calls it from the scheduler's thread alone. The tier waits for a store only where
+vLLM allows it: when it starts, drains and ends.
 """
 
 import logging
@@ -136,7 +136,12 @@ class KVParamsTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **settings: object,
     ) -> None:
-        """Raises StoreError or PageAuthError, which end the engine before it serves."""
+        """Opens the store of the tier's settings. The engine does not start if this raises.
+
+        Raises:
+            StoreError: the store cannot be opened, or a setting is wrong.
+            PageAuthError: the key file of authenticated pages cannot be used.
+        """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         forward_logs(logging.getLogger("vllm"))
         told = TierSettings.of(settings)
@@ -209,7 +214,7 @@ class KVParamsTier(SecondaryTierManager):
             if not self._told_nameless:
                 self._told_nameless = True
                 _LOGGER.warning(
-                    "chunks are left alone, for they are not named by SHA-256: start vLLM with "
+                    "chunks are not stored, because their hashes are not SHA-256; start vLLM with "
                     "--prefix-caching-hash-algo sha256"
                 )
         if not chunks:
@@ -262,8 +267,8 @@ class KVParamsTier(SecondaryTierManager):
             return
         if not self._form.epoch:
             _LOGGER.warning(
-                "vLLM has reset its caches, perhaps for other weights: what is stored is left alone from now on, until "
-                "this engine is started again. Where weights never change set keep_on_reset in secondary_tiers"
+                "vLLM has reset its caches, perhaps for other weights. This engine does not use the store from "
+                "now on, until it is restarted. If its weights never change, set keep_on_reset in secondary_tiers"
             )
         self._form = replace(self._form, epoch=os.urandom(16).hex())
         self._moving.restart(self._form)

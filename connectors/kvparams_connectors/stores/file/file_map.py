@@ -150,7 +150,9 @@ def _check_file(path: Path, fd: int) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise StoreError(f"file store: {path} is not a regular file")
     if status.st_uid != os.geteuid():
-        raise StoreError(f"file store: {path} belongs to user {status.st_uid}, who could change what we read from it")
+        raise StoreError(
+            f"file store: {path} belongs to user {status.st_uid}, who could change its content; choose another path"
+        )
 
 
 def _read(path: Path, fd: int, size_bytes: int | None, unit_bytes: int | None) -> FileGeometry | None:
@@ -159,7 +161,7 @@ def _read(path: Path, fd: int, size_bytes: int | None, unit_bytes: int | None) -
     if not raw:
         return None
     if len(raw) < _FIXED.size + 4 or raw[: len(_MAGIC)] != _MAGIC:
-        raise StoreError(f"file store: {path} exists and is no store; choose another path")
+        raise StoreError(f"file store: {path} is not a store; choose another path")
     _, version, state, size, unit, units = _FIXED.unpack_from(raw)
     if version != _VERSION:
         raise StoreError(
@@ -173,8 +175,8 @@ def _read(path: Path, fd: int, size_bytes: int | None, unit_bytes: int | None) -
     for name, asked, there in (("size", size_bytes, size), ("unit", unit_bytes, unit)):
         if asked is not None and asked != there:
             raise StoreError(
-                f"file store: {path} exists with {name}={there} and was asked for with {name}={asked}; leave the "
-                "setting away, delete the file or choose another path"
+                f"file store: {path} has {name}={there}, not {name}={asked}; remove the setting, delete the file, "
+                "or choose another path"
             )
     shape = FileGeometry(size, unit, units)
     if os.fstat(fd).st_size != size or shape.offsets()[-1] > size:
@@ -185,7 +187,7 @@ def _read(path: Path, fd: int, size_bytes: int | None, unit_bytes: int | None) -
 def _create(path: Path, fd: int, shape: FileGeometry) -> None:
     if shape.units < 1:
         raise StoreError(
-            f"file store: size {shape.size_bytes} has no room for one unit of {shape.unit_bytes} bytes and its index"
+            f"file store: size {shape.size_bytes} is too small for one unit of {shape.unit_bytes} bytes and its index"
         )
     os.ftruncate(fd, 0)
     _write_fixed(fd, shape, _CREATING)

@@ -3,7 +3,7 @@
 A slot goes FREE → WRITING → READY → FREE. Finding and reading take no lock: look at the slot's word, read, and look
 again; if the word has changed meanwhile, what was read means nothing. Everything else happens under the file's lock.
 Records are the truth; buckets, ticks and free units follow from them and are made anew after a process has died with
-the lock. Invariant: a slot's word changes before its units are given to anybody else.
+the lock. A slot's word changes before its units are given to another value.
 """
 
 import struct
@@ -58,10 +58,14 @@ class FileIndex:
     """A `FileIndex` is a process's view of the index."""
 
     def __init__(self, file: FileMap, deadline: float) -> None:
-        """Take a seat; free what dead owners left, and everything if the machine has restarted since.
+        """Takes a seat among the file's users, and frees what dead users or a restart of the machine have left.
+
+        Args:
+            file: the mapped file.
+            deadline: the time on the clock of `time.monotonic` until which to wait for the lock.
 
         Raises:
-            TimeoutError: somebody else held the file's lock until the deadline.
+            TimeoutError: another process held the file's lock until the deadline.
             OSError: too many processes use the file.
         """
         self._file = file

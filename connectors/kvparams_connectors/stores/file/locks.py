@@ -68,7 +68,11 @@ class ProcessSeat:
     """A numbered seat at an open file, held as long as the process lives and has it open."""
 
     def __init__(self, fd: int, seats: int) -> None:
-        """Take the first free seat.
+        """Takes the first free seat.
+
+        Args:
+            fd: the file descriptor of the file.
+            seats: the number of seats.
 
         Raises:
             OSError: all seats are taken.

@@ -35,16 +35,18 @@ def file_advice(path: Path) -> list[Advice]:
         kind = file_system_of(path.resolve(), _MOUNTS.read_text())
         status = os.statvfs(path)
     except OSError as error:
-        return [Advice("warning", f"the place of {path} cannot be examined: {error.strerror}", "")]
+        return [Advice("warning", f"the file system of {path} cannot be examined: {error.strerror}", "")]
     if kind in _NETWORK:
-        todo = "locks and mapped memory do not hold between machines there: use a local disk, or a store with a server"
-        return [Advice("error", f"{path} lies on {kind}, a file system of the network", todo)]
+        todo = "locks and mapped memory do not work between machines there: use a local disk, or a store with a server"
+        return [Advice("error", f"{path} is on {kind}, a network file system", todo)]
     found = [
-        Advice("ok", f"{path} lies on {kind}")
+        Advice("ok", f"{path} is on {kind}")
         if kind in ("tmpfs", "hugetlbfs", "ramfs")
-        else Advice("warning", f"{path} lies on {kind or 'an unknown file system'}", "use tmpfs (/dev/shm) for speed")
+        else Advice("warning", f"{path} is on {kind or 'an unknown file system'}", "use tmpfs (/dev/shm) for speed")
     ]
     if kind == "tmpfs" and (free := status.f_bavail * status.f_frsize) < 64 << 20:
-        todo = "others who write there will fail: make the tmpfs larger (mount -o remount,size=), or the store smaller"
+        todo = (
+            "other writers will run out of space: make the tmpfs larger (mount -o remount,size=), or the store smaller"
+        )
         found.append(Advice("warning", f"its tmpfs has {free >> 20} MiB left", todo))
     return found

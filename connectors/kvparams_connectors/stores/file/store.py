@@ -1,8 +1,10 @@
 """The embedded store between the processes of one machine: a mapped file, no server.
 
 Any number of processes open the same path. Put it on tmpfs (`/dev/shm`) for speed; a file on disk outlives its users
-but not a restart of the machine, after which it starts empty. Invariant: the store is the file that has the path now.
-Where that was removed or replaced, its users go on together with the new one, and none goes on alone with the old.
+but not a restart of the machine, after which it starts empty.
+
+Invariant: the store is the file that has the path now. If that file is removed or replaced, all its users move to the
+new one. Otherwise running engines and engines that start later would share nothing, without any error.
 """
 
 import logging
@@ -53,17 +55,18 @@ class FileStore(BlockingStore):
         threads: int = 1,
         timeout_s: float = 120.0,
     ) -> None:
-        """Open the file, or create it and allocate all of it.
+        """Opens the file, or creates it and allocates all of it.
 
         Args:
             path: the file; its directory exists.
-            size_bytes: of the whole file. None: as the file is, or 1 GiB for a new one.
-            unit_bytes: a value takes whole units. None: as the file is, or 64 KiB for a new one.
-            threads: how many batches this process works on at a time.
-            timeout_s: how long to wait for another process that is creating it.
+            size_bytes: the size of the whole file, in bytes. None: that of the existing file, or 1 GiB for a new one.
+            unit_bytes: a value takes whole units of so many bytes. None: that of the existing file, or 64 KiB for a new
+                one.
+            threads: the number of batches that this process works on at a time.
+            timeout_s: how long to wait for another process that is creating the file, in seconds.
 
         Raises:
-            StoreError: the file is something else, of another version or size, or the disk is full.
+            StoreError: the file is no store, has another version or size, or the disk is full.
         """
         if unit_bytes is not None and (unit_bytes < _SMALLEST_UNIT or unit_bytes % _SMALLEST_UNIT):
             raise StoreError(f"file store: unit {unit_bytes} is not a multiple of {_SMALLEST_UNIT} bytes")
@@ -152,7 +155,7 @@ class FileStore(BlockingStore):
         """The file that was open has been removed or replaced. It is let go of first: the new one may need its room."""
         old, self._values = self._values, None
         if old is not None:
-            _LOGGER.warning("the file store's file %s was removed or replaced; what was in it is gone", self._path)
+            _LOGGER.warning("the file store's file %s was removed or replaced; its values are gone", self._path)
             if not old.users:
                 old.close()
             del old
@@ -166,7 +169,7 @@ class FileStore(BlockingStore):
             self._values = FileValues(self._path, size_bytes, unit_bytes, max(0.0, deadline - now))
         except StoreError as error:
             self._again_at = now + _AGAIN_S
-            _LOGGER.warning("%s; it is tried again", error)
+            _LOGGER.warning("%s; the store tries again", error)
             return
         self._shape = self._values.shape
 
@@ -175,7 +178,7 @@ def open_url(url: StoreURL) -> KVStore:
     """`file:///dev/shm/kv?size=4GiB&unit=64KiB&threads=1`; `size` and `unit` may be left away for an existing file."""
     url.reject_unknown("size", "unit", "threads")
     if url.location or not url.path.startswith("/"):
-        raise StoreError(f"file store: {url.redacted!r} names no absolute path; write file:///dev/shm/kv?size=1GiB")
+        raise StoreError(f"file store: {url.redacted!r} has no absolute path; write file:///dev/shm/kv?size=1GiB")
     return FileStore(
         Path(url.path),
         url.read_size("size"),

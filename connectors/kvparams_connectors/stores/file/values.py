@@ -1,7 +1,7 @@
 """The values in one mapped file: put, got, looked up and deleted by one process among several.
 
-Invariant: no lock is held while bytes are copied; a value becomes visible in one step when it is whole, and a reader
-that was overtaken by eviction reports a miss.
+No lock is held while bytes are copied. A complete value becomes visible in one step, and a reader that was overtaken by
+eviction reports a miss.
 """
 
 import logging
@@ -32,7 +32,7 @@ class FileValues:
     """A `FileValues` is a file as this process has opened it; for its operations see `KVStore`."""
 
     def __init__(self, path: Path, size_bytes: int | None, unit_bytes: int | None, timeout_s: float) -> None:
-        """As for `FileStore`."""
+        """Opens the file; for the arguments and errors see `FileStore`."""
         self.users = 0
         """Batches that work on it; `FileStore` counts them."""
         self._path = path

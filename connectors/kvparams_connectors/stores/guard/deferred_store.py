@@ -43,12 +43,12 @@ class DeferredStore(KVStore):
     """The store that `opens` makes, as soon as it can."""
 
     def __init__(self, opens: Callable[[], KVStore], name: str, *, pause_s: float = _PAUSE_S) -> None:
-        """Creates a `DeferredStore`.
+        """Waits for `pause_s` before its first attempt, because the caller has just failed to open the store.
 
         Args:
-            opens: opens the store; raises StoreError.
-            name: for the log and the thread; a scheme, never a URL.
-            pause_s: between two attempts, at least.
+            opens: opens the store, or raises StoreError.
+            name: the name in the log and of the thread; a scheme, never a URL, which may hold a secret.
+            pause_s: the least time between two attempts, in seconds.
         """
         self._opens = opens
         self._name = name
@@ -152,7 +152,7 @@ class DeferredStore(KVStore):
         if self._store is None:
             store.close()
             return
-        _LOGGER.warning("%s store: it can be reached now, and is used", self._name)
+        _LOGGER.warning("%s store: it can be reached now and is used", self._name)
 
     def _again(self, error: StoreError | None) -> None:
         with self._lock:

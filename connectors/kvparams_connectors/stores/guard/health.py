@@ -1,6 +1,7 @@
 """Tracks what is known of a store's health, and who may use it: breaker, operations in flight, quarantine, rates.
 
-Invariant: decisions only. Time is passed in, of the clock `time.monotonic`; nothing waits, locks or calls a store.
+This module only decides. The caller passes the time, of the clock `time.monotonic`; nothing here waits, locks or calls
+a store.
 """
 
 from collections.abc import Sequence

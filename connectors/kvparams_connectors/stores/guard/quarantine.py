@@ -13,11 +13,11 @@ class Quarantine:
     """A set of keys that forgets. It does not lock; whoever owns it does."""
 
     def __init__(self, most: int, seconds: float) -> None:
-        """Creates a `Quarantine`.
+        """Begins empty.
 
         Args:
-            most: so many keys at a time; of more the oldest are let go.
-            seconds: for how long each.
+            most: the largest number of keys; the oldest are dropped for new ones.
+            seconds: how long each key stays.
         """
         self._most = most
         self._seconds = seconds

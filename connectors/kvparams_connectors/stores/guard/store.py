@@ -1,8 +1,8 @@
 """A store that fails, kept from whoever uses it: deadlines, a circuit breaker, a bound on what runs, a quarantine.
 
 A dead or stopped store costs its deadline a few times, and then nothing: UNAVAILABLE comes at once, and the store is
-asked in the background whether it is back. Invariant: a guard never touches bytes and never waits; the job that the
-caller gets settles with the store's own, so a time-out gives no buffer back early.
+asked in the background whether it is back. A guard never touches bytes and never waits. The caller's job settles with
+the store's own, so a time-out gives no buffer back early.
 """
 
 import logging
@@ -55,12 +55,12 @@ class GuardedStore(KVStore):
     """`inner`, guarded. It belongs to the guard: closing this closes it."""
 
     def __init__(self, inner: KVStore, limits: GuardLimits | None = None, *, name: str = "store") -> None:
-        """Creates a `GuardedStore`.
+        """Takes over a store: `close` closes it, too.
 
         Args:
             inner: the store; its methods return at once, as `KVStore` asks.
-            limits: how much patience there is with it.
-            name: for the log and the thread; a scheme, never a URL.
+            limits: the time-outs and bounds of the guard; None: the defaults.
+            name: the name in the log and of the thread; a scheme, never a URL, which may hold a secret.
         """
         self._inner = inner
         self._limits = limits or GuardLimits()
@@ -206,7 +206,9 @@ class GuardedStore(KVStore):
             self._alarm.schedule(following)
 
     def _say(self, *, given_up: bool) -> None:
-        _LOGGER.warning("%s store: %s", self._name, "no answer; left alone for a while" if given_up else "works again")
+        _LOGGER.warning(
+            "%s store: %s", self._name, "no answer; it is not used for a while" if given_up else "works again"
+        )
 
     # ---- the background; only the alarm's thread is here
 
@@ -266,6 +268,6 @@ def open_guarded(url: str, limits: GuardLimits | None = None) -> KVStore:
     try:
         store = open_store(url)
     except StoreUnreachable as error:
-        _LOGGER.warning("%s; until it can be reached everything is computed here", error)
+        _LOGGER.warning("%s; until it can be reached, all KV is computed", error)
         store = DeferredStore(partial(open_store, url), scheme)
     return store if scheme in _UNGUARDED else GuardedStore(store, limits, name=scheme)

@@ -1,10 +1,9 @@
 """A connection to an `lm://` server: requests sent, and replies read in the order in which they were asked for.
 
-Invariant: a put that was begun ends whole, or in a reset. The server keeps a put whose connection is *closed* in the
-middle of its value, as an entry without bytes that is found and cannot be read (`handle_client` of
-`lmcache/v1/server/__main__.py` in LMCache 0.5.6 stores what `receive_all` returns, None included); a reset makes it
-raise before it stores anything. So closing resets, as the kernel does for us if the process is killed, unless nothing
-is owed to us.
+Invariant: a put that was begun ends whole, or in a reset. If the connection is *closed* in the middle of a value, the
+server keeps an entry without bytes that is found and cannot be read (`handle_client` of `lmcache/v1/server/__main__.py`
+in LMCache 0.5.6 stores what `receive_all` returns, None included). A reset makes it raise before it stores anything. So
+closing resets, as the kernel does if the process is killed, unless no reply is owed.
 """
 
 import socket
@@ -42,10 +41,10 @@ class LMCacheConnection(DeadlineSocket):
     """A connected socket and the replies that are owed on it."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Creates an `LMCacheConnection`.
+        """Takes a connected socket, which `close` closes, with a reset if a reply is owed.
 
         Args:
-            sock: connected, and from now on ours to close.
+            sock: the socket; no other code may use it any more.
         """
         super().__init__(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)

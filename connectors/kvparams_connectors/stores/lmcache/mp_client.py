@@ -44,7 +44,11 @@ class LMCacheMPLibrary:
     """The parts of the package, loaded once for a store."""
 
     def __init__(self) -> None:
-        """Raises StoreError if LMCache is not installed, or not the version that is known here."""
+        """Imports LMCache's client classes.
+
+        Raises:
+            StoreError: LMCache is not installed, or its version is not the supported one.
+        """
         try:
             found = metadata.version("lmcache")
             self._types: Any = importlib.import_module("lmcache.v1.multiprocess.custom_types")
@@ -58,7 +62,7 @@ class LMCacheMPLibrary:
             ) from error
         self._hash: Any = None
         if found != _VERSION:
-            raise StoreError(f"lmcache-mp store: LMCache {found} is installed; only {_VERSION} is known here")
+            raise StoreError(f"lmcache-mp store: LMCache {found} is installed; only {_VERSION} is supported")
 
     def connect(self, address: str) -> "LMCacheMPClient":
         """A client of the server at `host:port`. It connects in the background."""

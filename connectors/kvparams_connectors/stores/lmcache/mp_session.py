@@ -34,12 +34,13 @@ class LMCacheMPSession:
     """Used by one thread at a time."""
 
     def __init__(self, library: LMCacheMPLibrary, address: str, model: str, chunk_bytes: int) -> None:
-        """Creates an `LMCacheMPSession`.
+        """Connects to no server yet; the first request does.
 
         Args:
+            library: LMCache's own client classes.
             address: `host:port` of the server.
-            model: what the server is told that these values are of; stands for one size of chunks.
-            chunk_bytes: of every value, its head included.
+            model: the model name of all values at the server; it implies one size of chunks.
+            chunk_bytes: the size of every value with its header, in bytes.
         """
         self._library = library
         self._address = address

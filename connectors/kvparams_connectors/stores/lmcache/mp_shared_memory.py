@@ -39,7 +39,11 @@ class SharedPoolMemory:
     """A `SharedPoolMemory` maps all of the server's memory for values."""
 
     def __init__(self, name: str, size: int) -> None:
-        """Map it.
+        """Maps the server's pool into this process.
+
+        Args:
+            name: the name of the shared memory; empty: the server shares none.
+            size: the size of the pool, in bytes.
 
         Raises:
             StoreError: the server shares no memory, or it runs on another machine.

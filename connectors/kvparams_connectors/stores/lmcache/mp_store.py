@@ -3,8 +3,8 @@
 The server knows chunks of tokens, not keys, so a key stands for a chunk of pseudo tokens of its own (`mp_client.py`),
 and its value for the bytes of that chunk, of which each takes the same room (`mp_shared_memory.py`). What the server
 does not say is found out: a put is OK when a lookup finds it; a put for which there was no room is answered like one of
-a value that is there already. Invariant: nothing is believed that a lookup did not find, and every lookup is ended on
-every path (`mp_value_lease.py`).
+a value that is there already. A value counts as stored only if a lookup finds it, and every lookup is ended on every
+path (`mp_value_lease.py`).
 """
 
 import http.client
@@ -63,15 +63,15 @@ class LMCacheMPStore(BlockingStore):
     def __init__(
         self, host: str, port: int, *, http_port: int, value_bytes: int, prefix: str = "", connect_s: float = 5.0
     ) -> None:
-        """Connect and register.
+        """Connects to the server and registers with it.
 
         Args:
-            host: of the server.
-            port: of its requests.
-            http_port: of its administration; deletes need it.
-            value_bytes: of the largest value; each takes this much of the pool.
-            prefix: deployments with other prefixes do not meet.
-            connect_s: how long the server may take to answer.
+            host: the host of the server.
+            port: the port for requests.
+            http_port: the port for administration; deletes need it.
+            value_bytes: the size of the largest value, in bytes; each value takes this much of the pool.
+            prefix: separates deployments that share a server.
+            connect_s: the time limit of the server's answer, in seconds.
 
         Raises:
             StoreError: LMCache is not installed here, or the server does not answer or shares no memory.
@@ -112,8 +112,10 @@ class LMCacheMPStore(BlockingStore):
         try:
             self._http("GET", "/", b"", time.monotonic() + self._connect_s)
         except (OSError, http.client.HTTPException):
-            todo = "name the server's --http-port: http=PORT"
-            found.append(Advice("error", f"nobody answers HTTP at {host}:{http_port}: nothing can be deleted", todo))
+            todo = "set http=PORT to the server's --http-port"
+            found.append(
+                Advice("error", f"no server answers HTTP at {host}:{http_port}, so no value can be deleted", todo)
+            )
         return found
 
     # ---- operations
@@ -331,7 +333,7 @@ def open_url(url: StoreURL) -> KVStore:
     place = _PLACE.fullmatch(url.location)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2]) < 65536:
         raise StoreError(
-            f"lmcache-mp store: {url.redacted!r} names no server; write lmcache-mp://127.0.0.1:5555?http=8080"
+            f"lmcache-mp store: {url.redacted!r} has no server; write lmcache-mp://127.0.0.1:5555?http=8080"
         )
     prefix = url.settings.get("prefix", "")
     if "prefix" in url.settings and not _PREFIX.fullmatch(prefix):

@@ -3,8 +3,10 @@
 A lookup locks what it finds for whoever will read it, for 300 s if nobody says more; room to write is kept for 600 s
 (`read_ttl_seconds`, `write_ttl_seconds` in distributed/config.py of 0.5.6). The locks of readers are counters without
 names, so giving back one too many takes somebody else's; room that was given cannot be given back, only published, and
-then deleted. Invariant: each visit ends exactly once, by what it is known to hold; if an answer was missed, it is asked
-again later, before anything else.
+then deleted.
+
+Invariant: each visit ends exactly once, by what it is known to hold. If an answer was missed, the server is asked again
+later, before any other request. A value whose lookup was not ended cannot be deleted.
 """
 
 import time

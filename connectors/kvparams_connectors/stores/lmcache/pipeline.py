@@ -1,7 +1,7 @@
 """Requests to an `lm://` server, done in order over one connection, with as much under way as keeps both sides busy.
 
-Invariant: the server works on a connection's requests one after the other, so an answer says that everything that was
-sent before it on that connection has been done. That is how a put, which has no answer of its own, is confirmed.
+The server works on a connection's requests one after the other. So an answer confirms every request that was sent
+before it on that connection, and thereby a put, which has no answer of its own.
 """
 
 import logging
@@ -192,11 +192,12 @@ class StoreValueRequest:
     """A value, then its record, then the question whether the record stands there: OK, or EXISTS if it is another's."""
 
     def __init__(self, value: bytes, record: bytes, buffers: Sequence[memoryview]) -> None:
-        """Creates a `StoreValueRequest`.
+        """Draws the random tag that tells this put from another one.
 
         Args:
-            value, record: names.
-            buffers: flat bytes.
+            value: the server's name of the value.
+            record: the server's name of the record of its size.
+            buffers: the value, as flat bytes.
         """
         self._value, self._record = value, record
         self._buffers = buffers
@@ -230,12 +231,12 @@ class FetchValueRequest:
     def __init__(
         self, value: bytes, buffers: Sequence[memoryview], arrived: Callable[[int], None] | None = None
     ) -> None:
-        """Creates a `FetchValueRequest`.
+        """Takes the buffers to fill.
 
         Args:
-            value: a name.
-            buffers: flat bytes, writable.
-            arrived: see `GetOp`.
+            value: the server's name of the value.
+            buffers: flat, writable bytes for the value.
+            arrived: called with the size of the value when it is complete; see `GetOp.on_complete`.
         """
         self._value = value
         self._buffers = buffers
@@ -274,10 +275,11 @@ class TombstoneRequest:
     weight = 3 * REQUEST_BYTES
 
     def __init__(self, value: bytes, record: bytes) -> None:
-        """Creates a `TombstoneRequest`.
+        """Takes the names to overwrite.
 
         Args:
-            value, record: names.
+            value: the server's name of the value.
+            record: the server's name of the record of its size.
         """
         self._value, self._record = value, record
 

@@ -3,7 +3,7 @@
 What that server (0.5.6, `lmcache/v1/server/`) does not have is made of what it has. It does not acknowledge a put: what
 is asked behind it on the same connection is its answer. It does not say how large a value is: a record beside each
 value does, without bytes, so that a lookup moves none. It has no delete: a value is overwritten by an empty one, which
-frees its memory but for 1.3 KB. Invariant: a record is written behind its value, so that what a lookup finds is whole.
+frees its memory but for 1.3 KB. A record is written after its value, so that a value that a lookup finds is whole.
 
 What cannot be made: it never evicts, and it has no put that spares what is there, so of several clients who put one key
 at the same time each may be told OK; the value of one of them stays, whole.
@@ -75,17 +75,17 @@ class LMCacheStore(BlockingStore):
         threads: int = 1,
         connect_s: float = _CONNECT_MS / 1000,
     ) -> None:
-        """Connect, and see that it is such a server.
+        """Connects, and checks that the server speaks `lm://`.
 
         Args:
-            server: host and port.
-            prefix: deployments that share a server do not meet, if theirs differ.
-            max_value_bytes: larger values are refused; the server itself has no limit but its machine's memory.
-            threads: how many batches are worked on at a time, each over a connection of its own.
-            connect_s: the longest that a connection may take, in seconds.
+            server: the host and port.
+            prefix: separates deployments that share a server.
+            max_value_bytes: larger values are refused; the server's only limit is its machine's memory.
+            threads: the number of batches that are worked on at a time, each over a connection of its own.
+            connect_s: the time limit of a connection, in seconds.
 
         Raises:
-            StoreError: it cannot be reached, or is something else.
+            StoreError: the server cannot be reached, or is something else.
         """
         self._server = server
         self._connect_s = connect_s
@@ -107,17 +107,19 @@ class LMCacheStore(BlockingStore):
         try:
             self._check()
         except StoreError as error:
-            return [Advice("error", str(error), "start the server, or name another one")]
+            return [Advice("error", str(error), "start the server, or use another one")]
         found = [
-            Advice("ok", "it speaks the protocol of LMCache 0.5.6's lm:// server"),
+            Advice("ok", "the server speaks the lm:// protocol of LMCache 0.5.6"),
             Advice(
                 "warning",
-                "it never evicts: it grows until its machine has no memory left",
+                "the server never evicts: it grows until its machine has no memory left",
                 "limit the memory of its process and have it restarted, or use the store lmcache-mp or valkey",
             ),
         ]
         if not is_loopback(self._server[0]):
-            who = "whoever reaches its port can read and replace what is stored: it knows no passwords and no TLS"
+            who = (
+                "every client that reaches its port can read and replace values: the server has no passwords and no TLS"
+            )
             found.append(Advice("warning", who, "keep it in a private network, and use authenticated pages"))
         return found
 
@@ -209,12 +211,12 @@ class LMCacheStore(BlockingStore):
                 connection.ask([encode_request(LMCacheCommand.HEALTH, self._names.value("health"))], 1)
                 (health,) = connection.replies(1)
         except LMCacheProtocolError as error:
-            raise StoreError(f"lmcache store: {host}:{port} is something else than an lm:// server: {error}") from error
+            raise StoreError(f"lmcache store: {host}:{port} is not an lm:// server: {error}") from error
         except OSError as error:
             message = f"lmcache store: {host}:{port} cannot be used, or is no lm:// server: {error}"
             raise StoreUnreachable(message) from error
         if not health.found:
-            raise StoreError(f"lmcache store: {host}:{port} says that it is not well")
+            raise StoreError(f"lmcache store: {host}:{port} reports that it is unhealthy")
 
 
 def _whole(ops: Sequence[Op]) -> dict[int, list[memoryview]]:
@@ -240,7 +242,7 @@ def open_url(url: StoreURL) -> KVStore:
         raise StoreError(f"lmcache store: prefix={prefix!r} is not 1 to {longest} characters from [A-Za-z0-9._-]")
     place = _PLACE.fullmatch(url.location)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2]) < 65536:
-        raise StoreError(f"lmcache store: {url.redacted!r} names no server; write lmcache://host:65432")
+        raise StoreError(f"lmcache store: {url.redacted!r} has no server; write lmcache://host:65432")
     largest = url.read_size("max_value") or _LARGEST
     if largest > MAX_VALUE_BYTES:
         raise StoreError(f"lmcache store: max_value is {largest}; the protocol takes {MAX_VALUE_BYTES} bytes at most")

@@ -1,7 +1,6 @@
 """Defines what goes over the wire to LMCache's `lm://` server: requests, replies, and the names that values get. Pure.
 
-Invariant: nothing is believed of a reply that it does not say in full; what is no reply to us is a
-`LMCacheProtocolError`.
+A reply counts only for what it states in full. Bytes that are no reply raise `LMCacheProtocolError`.
 
 Source: LMCache 0.5.6. The structs and numbers are those of `ClientMetaMessage` and `ServerMetaMessage` in
 `lmcache/v1/protocol.py` (both in the machine's own byte order), formats those of `MemoryFormat` in
@@ -151,10 +150,11 @@ class LMCacheNames:
     LONGEST_PREFIX: Final = 64
 
     def __init__(self, prefix: str = "") -> None:
-        """Creates an `LMCacheNames`.
+        """Takes the prefix of one deployment.
 
         Args:
-            prefix: deployments with different ones do not meet; at most `LONGEST_PREFIX` characters, no `@`, no space.
+            prefix: separates deployments that share a server; at most `LONGEST_PREFIX` characters, without `@` and
+                spaces.
         """
         model = f"kvparams:{prefix}" if prefix else "kvparams"
         self._value = f"{model}@1@0@"

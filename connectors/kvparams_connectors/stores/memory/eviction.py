@@ -2,8 +2,8 @@
 
 A new value has to be used again, some time later, to become hot; what is read once after it was written, as every page
 on its way from prefill to decode is, stays new. So a scan of values that nobody wants twice passes through the new part
-and leaves the hot one alone. Invariant: of the keys that are used together the last goes first, so that a sequence of
-pages never loses its head before its tail.
+and leaves the hot one alone. Of the keys that are used together the last is evicted first, so that a sequence of pages
+never loses its head before its tail.
 """
 
 from collections import OrderedDict
@@ -28,10 +28,10 @@ class EvictionEntry:
     __slots__ = ("born", "hot", "units")
 
     def __init__(self, units: int) -> None:
-        """Creates an `EvictionEntry`.
+        """Begins as an entry of the new part of the table.
 
         Args:
-            units: the room that the value takes.
+            units: the room that the value takes, in the table's units.
         """
         self.units = units
         self.born: int | None = None
@@ -47,11 +47,11 @@ class ScanResistantTable(Generic[E]):
     """
 
     def __init__(self, units: int, *, hot_share: float = _HOT_SHARE) -> None:
-        """Creates a `ScanResistantTable`.
+        """Begins empty.
 
         Args:
-            units: the room, in the units of the entries.
-            hot_share: how much of it what is hot may take; 0 is plain least-recently-used.
+            units: the room for all entries, in their units.
+            hot_share: the largest share of the room for hot entries; 0 is plain least-recently-used.
         """
         self._hot_limit = int(units * hot_share)
         self._later = max(1, int(units * _LATER_SHARE))

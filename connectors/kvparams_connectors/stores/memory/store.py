@@ -1,6 +1,6 @@
 """The store inside one process: a bounded piece of memory. A scan does not drive out what is used again and again.
 
-Invariant: the lock guards the table, never a copy. A value is pinned while it is copied, so nothing moves under it.
+The lock guards the table, never a copy. A value is pinned while it is copied, so it stays in its place.
 """
 
 import threading
@@ -77,14 +77,15 @@ class MemoryStore(BlockingStore):
         lease_s: float = 0.0,
         name: str = "memory",
     ) -> None:
-        """Allocate and touch the memory.
+        """Allocates the memory and touches every page of it.
 
         Args:
-            size_bytes: for all values together; rounded down to whole units.
-            unit_bytes: a value takes whole units.
-            threads: how many batches are worked on at a time.
-            lease_s: so long after it was put or found a value is not evicted; what would need its room is FULL.
-            name: of the threads.
+            size_bytes: the size of all values together, in bytes; rounded down to whole units.
+            unit_bytes: a value takes whole units of so many bytes.
+            threads: the number of batches that are worked on at a time.
+            lease_s: a value is not evicted for so many seconds after it was put or found; a put that needs its room is
+                FULL.
+            name: the prefix of the threads' names.
         """
         units = size_bytes // unit_bytes
         if units < 1:
@@ -327,7 +328,7 @@ def open_url(url: StoreURL) -> KVStore:
     """`memory:?size=1GiB&unit=64KiB&threads=2`."""
     url.reject_unknown("size", "unit", "threads")
     if url.location or url.path:
-        raise StoreError(f"memory store: {url.redacted!r} names a place; a memory store has none: memory:?size=1GiB")
+        raise StoreError(f"memory store: {url.redacted!r} has a host or path; write memory:?size=1GiB")
     return MemoryStore(
         url.read_size("size") or _DEFAULT_SIZE,
         unit_bytes=url.read_size("unit") or _DEFAULT_UNIT,

@@ -42,11 +42,11 @@ class ValueTable(ScanResistantTable[StoredValue]):
     """Values under keys in a bounded number of units."""
 
     def __init__(self, units: int, lease_s: float) -> None:
-        """Creates a `ValueTable`.
+        """Begins empty, with all units free.
 
         Args:
-            units: the room for all values.
-            lease_s: so long after it was put or found a value is not evicted.
+            units: the room for all values, in units.
+            lease_s: a value is not evicted for so many seconds after it was put or found.
         """
         super().__init__(units)
         self._extents = ExtentAllocator(np.ones(units, dtype=np.bool_))

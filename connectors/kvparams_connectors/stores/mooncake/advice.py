@@ -122,14 +122,15 @@ def advice_from_facts(
     if facts.put is not ResultCode.OK:
         said.append(_no_room(facts, settings))
         return said
-    said.append(Advice("ok", f"a value lies in {len(facts.copies)} places"))
+    said.append(Advice("ok", f"a value is stored in {len(facts.copies)} places"))
     if len(facts.copies) < settings.replicas:
         fewer = (
-            f"replicas={settings.replicas}, and a value was stored {len(facts.copies)} times: there are no more owners"
+            f"replicas={settings.replicas}, but a value was stored {len(facts.copies)} times, because there are "
+            "no more owners"
         )
-        said.append(Advice("warning", fewer, f"start more of them: {_OWNER.format(settings.master)}"))
+        said.append(Advice("warning", fewer, f"start more owners: {_OWNER.format(settings.master)}"))
     if facts.lease_s is not None:
-        short = f"what was looked up is leased for {facts.lease_s:.1f} s only: it may be gone before it is read"
+        short = f"a lookup leases a value for only {facts.lease_s:.1f} s: the value may be gone before it is read"
         said.append(Advice("warning", short, "start mooncake_master with --default_kv_lease_ttl=10000"))
     said += _way(facts, settings, environment)
     said += _process(settings, environment)
@@ -139,31 +140,35 @@ def advice_from_facts(
 def _master(facts: ClusterFacts, settings: MooncakeSettings) -> Advice:
     found = f"the master at {settings.master} answers in {1000 * facts.question_s:.1f} ms"
     if facts.question_s > _SLOW_S:
-        return Advice("warning", found, "every lookup waits for that: run it near the engines, on a machine with time")
+        return Advice(
+            "warning",
+            found,
+            "every lookup waits for that: run the master near the engines, on a machine with little load",
+        )
     return Advice("ok", found)
 
 
 def _no_room(facts: ClusterFacts, settings: MooncakeSettings) -> Advice:
     if facts.put is ResultCode.FULL:
-        full = "there is no room for a value of a few bytes: no owner lends memory, or all of it is leased"
+        full = "there is no room for a small value: no owner lends memory, or all of it is leased"
         return Advice("error", full, _OWNER.format(settings.master))
-    failed = f"a value of a few bytes could not be put: {facts.put.value}"
-    return Advice("error", failed, "see that this machine reaches the owners' ports as well as the master's")
+    failed = f"a small value could not be put: {facts.put.value}"
+    return Advice("error", failed, "check that this machine can reach the owners' ports and the master's")
 
 
 def _way(facts: ClusterFacts, settings: MooncakeSettings, environment: Mapping[str, str]) -> list[Advice]:
     """Returns how bytes travel."""
     said: list[Advice] = []
     if settings.protocol == "tcp" and facts.devices:
-        tcp = f"protocol=tcp, and this machine has RDMA devices: {', '.join(facts.devices)}"
-        said.append(Advice("warning", tcp, "protocol=rdma, here and at the owners"))
+        tcp = f"protocol=tcp, but this machine has RDMA devices: {', '.join(facts.devices)}"
+        said.append(Advice("warning", tcp, "set protocol=rdma, here and at the owners"))
     if settings.protocol == "rdma" and "MC_FORCE_TCP" in environment:
         said.append(Advice("warning", "MC_FORCE_TCP is set: protocol=rdma does nothing", "unset it"))
     hosts = {endpoint.rpartition(":")[0] for endpoint, _, _ in facts.copies}
     loopback = {host for host in hosts if is_loopback(host)}
     if loopback and not is_loopback(settings.host):
-        only = f"an owner is reached at {loopback.pop()}, on its own machine only"
-        said.append(Advice("warning", only, "start owners with --local and an address that others reach"))
+        only = f"an owner has the address {loopback.pop()}, which works only on its own machine"
+        said.append(Advice("warning", only, "start owners with --local and an address that other machines can reach"))
     return said
 
 
@@ -171,12 +176,12 @@ def _process(settings: MooncakeSettings, environment: Mapping[str, str]) -> list
     """Returns what this process is to the cluster."""
     said: list[Advice] = []
     if settings.metadata != "P2PHANDSHAKE":
-        third = "metadata names a service that must run too, or no client starts"
-        said.append(Advice("warning", third, "leave metadata away, here and at the owners: clients ask each other"))
+        third = "metadata names another service, without which no client starts"
+        said.append(Advice("warning", third, "remove metadata, here and at the owners: clients ask each other"))
     if settings.segment_bytes:
-        lends = "segment is set: what other engines store here is gone when this process ends"
-        said.append(Advice("warning", lends, f"let processes lend memory that do nothing else: {_OWNER.format('...')}"))
+        lends = "segment is set: values of other engines in this process are lost when it ends"
+        said.append(Advice("warning", lends, f"run separate processes that lend memory: {_OWNER.format('...')}"))
         if environment.get("MC_STORE_MEMCPY", "").strip().lower() in ("0", "false", "off", "no"):
-            off = "MC_STORE_MEMCPY is off: what lies in this process comes by way of the network"
+            off = "MC_STORE_MEMCPY is off: values in this process are copied over the network"
             said.append(Advice("warning", off, "unset it"))
     return said

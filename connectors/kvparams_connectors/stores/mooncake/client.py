@@ -2,7 +2,7 @@
 
 Called before it is set up or after it is closed it ends the process; its calls block for 4.5 s while the master is
 dead, 30 s while an owner is stopped, and as long as the master is stopped; while it closes it holds the interpreter's
-lock (seen with 0.3.13.post1). Invariant: nothing else calls it, and every call stands in `StallBreaker` from before it
+lock (seen with 0.3.13.post1). No other module calls the library, and `StallBreaker` counts every call from before it
 begins until after it has ended.
 """
 
@@ -65,7 +65,8 @@ def master_address(settings: MooncakeSettings) -> str:
             return own
     except TimeoutError as error:
         raise StoreUnreachable(
-            f"mooncake store: whoever listens at {settings.master} does not answer: is it a master that is stopped?"
+            f"mooncake store: the process at {settings.master} does not answer; check that it is a Mooncake "
+            "master and not stopped"
         ) from error
     except OSError as error:
         raise StoreUnreachable(
@@ -78,10 +79,13 @@ class MooncakeClient:
     """A `MooncakeClient` is a connection to a Mooncake cluster; any thread may use it."""
 
     def __init__(self, settings: MooncakeSettings) -> None:
-        """Connect, within bounds.
+        """Connects to the master within a time limit.
+
+        Args:
+            settings: the address of the master, and the other settings.
 
         Raises:
-            StoreError: no master (StoreUnreachable), no client library, or it could not be set up.
+            StoreError: there is no master (StoreUnreachable), or the client library is missing or cannot be set up.
         """
         local = settings.local or master_address(settings)
         if settings.local:

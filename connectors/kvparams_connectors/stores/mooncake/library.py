@@ -172,9 +172,9 @@ def set_up_client(module: Any, settings: MooncakeSettings) -> MooncakeDistribute
     thread.start()
     thread.join(_SETUP_S)
     if not answers and not thread.is_alive():
-        raise StoreError("mooncake store: the client library failed to set up a client; its words stand on stderr")
+        raise StoreError("mooncake store: the client library failed to set up a client; its messages are on stderr")
     if not answers:
-        raise StoreError(f"mooncake store: the master at {settings.master} accepts connections and does not answer")
+        raise StoreError(f"mooncake store: the master at {settings.master} accepts connections, but does not answer")
     if answers[0] != MooncakeStatus.OK:
         raise StoreError(
             f"mooncake store: the client library cannot be set up with the master at {settings.master} as "

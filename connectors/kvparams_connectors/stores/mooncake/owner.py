@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Lend memory to a Mooncake cluster until SIGTERM.",
     )
     parser.add_argument("--master", required=True, metavar="HOST:PORT", help="where mooncake_master listens")
-    parser.add_argument("--size", required=True, help="how much memory, at least 16MiB: 4GiB")
+    parser.add_argument("--size", required=True, help="the size of the memory, at least 16MiB, for example 4GiB")
     parser.add_argument("--local", default="", help="the address at which clients reach this machine")
     parser.add_argument("--protocol", default="tcp", help="tcp or rdma")
     parser.add_argument("--devices", default="", help="RDMA devices, separated by commas")

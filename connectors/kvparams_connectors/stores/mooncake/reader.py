@@ -1,8 +1,8 @@
 """Reading values from Mooncake: where they lie, their bytes, and whether they still lie there.
 
 A lease keeps a value in its place while it is read, unless somebody removes it by force, as `delete` has to: then its
-memory may be another's while we read. Invariant: bytes count only if the value lay in the same place before and after,
-or if the caller checks them itself (`GetOp.caller_verifies`), which spares the master two questions.
+memory may be another's while we read. Bytes count only if the value lay in the same place before and after, or if the
+caller checks them itself (`GetOp.caller_verifies`), which spares the master two questions.
 """
 
 import time

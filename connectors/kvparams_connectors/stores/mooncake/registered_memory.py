@@ -1,7 +1,7 @@
 """Memory that Mooncake may read and write: what was registered with it, and how a value lies in it.
 
-The client library reads and writes only registered memory, and checks nothing: a wrong address ends the process.
-Invariant: an address is handed out only together with what keeps its memory alive.
+The client library reads and writes only registered memory, and checks nothing: a wrong address ends the process. So an
+address is handed out only together with the object that keeps its memory alive.
 """
 
 import ctypes
@@ -24,13 +24,13 @@ class MemoryRegion:
     __slots__ = ("_memory", "_owner", "address", "nbytes")
 
     def __init__(self, memory: memoryview) -> None:
-        """Creates a `MemoryRegion`.
+        """Keeps the memory alive as long as the region lives.
 
         Args:
-            memory: contiguous, at least 1 byte.
+            memory: contiguous bytes, at least one.
 
         Raises:
-            ValueError: it was released.
+            ValueError: the memory was released.
         """
         self._memory = memory
         self.nbytes = memory.nbytes
@@ -112,16 +112,16 @@ class RegisteredMemory:
         staging_bytes: int,
         threads: int,
     ) -> None:
-        """Creates a `RegisteredMemory`.
+        """Allocates the staging area and registers it with the library.
 
         Args:
             register: `Client.register`.
             unregister: `Client.unregister`.
-            staging_bytes: for all threads together.
-            threads: how many may use the staging area at a time.
+            staging_bytes: the size of the staging area for all threads together, in bytes.
+            threads: the number of threads that may use the staging area at a time.
 
         Raises:
-            MemoryError: the library does not take the staging area.
+            MemoryError: the library does not accept the staging area.
         """
         self._register: Final = register
         self._unregister: Final = unregister

@@ -56,11 +56,11 @@ class MooncakeSettings:
         if self.local and not _HOST.fullmatch(self.local):
             raise _wrong(f"local={self.local} is not a host name or an address, without a port")
         if self.protocol not in _PROTOCOLS:
-            raise _wrong(f"protocol={self.protocol} is none of {', '.join(_PROTOCOLS)}")
+            raise _wrong(f"protocol={self.protocol} must be one of {', '.join(_PROTOCOLS)}")
         if not _DEVICES.fullmatch(self.devices):
             raise _wrong(f"devices={self.devices} is not a list of device names, separated by commas")
         if not _PREFIX.fullmatch(self.prefix):
-            raise _wrong(f"prefix={self.prefix} has other than 1 to 64 characters from A-Za-z0-9._:/-")
+            raise _wrong(f"prefix={self.prefix} must be 1 to 64 characters from A-Za-z0-9._:/-")
         if 0 < self.segment_bytes < _SMALLEST_SEGMENT:
             raise _wrong(f"segment={self.segment_bytes} is less than {_SMALLEST_SEGMENT} bytes")
         if self.buffer_bytes < self.threads * 4096:
@@ -84,7 +84,7 @@ class MooncakeSettings:
         )  # fmt: skip
         host, colon, port = url.location.rpartition(":")
         if url.path not in ("", "/") or not colon or not (port.isascii() and port.isdigit() and len(port) < 6):
-            raise _wrong(f"{url.redacted!r} does not say where the master is: mooncake://host:port")
+            raise _wrong(f"{url.redacted!r} has no address of the master; write mooncake://host:port")
         given = url.settings.get
         default = cls(host, int(port))
         return cls(

@@ -15,10 +15,10 @@ class StallBreaker:
     """The calls in flight, and whether more may begin. Times are in seconds on any one clock."""
 
     def __init__(self, patience_s: float) -> None:
-        """Creates a `StallBreaker`.
+        """Begins closed: calls may begin.
 
         Args:
-            patience_s: a call that has taken less is no stall, however short its deadline was.
+            patience_s: a call that has taken fewer seconds is no stall, however short its deadline was.
         """
         self._patience_s: Final = patience_s
         self._changed: Final = threading.Condition(threading.Lock())

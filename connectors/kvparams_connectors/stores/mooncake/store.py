@@ -57,11 +57,12 @@ class MooncakeStore(BlockingStore):
     """
 
     def __init__(self, settings: MooncakeSettings, client: MooncakeClient | None = None) -> None:
-        """Connect.
+        """Connects to the master.
 
         Args:
-            settings: where, and how.
-            client: one that other stores use too, under other prefixes; it stays the caller's. None: one of its own.
+            settings: the address of the master, and the other settings.
+            client: a client that several stores share, under other prefixes; the caller closes it. None: one of its
+                own.
 
         Raises:
             StoreError: the master cannot be reached, or the client library is missing or cannot be set up.
@@ -98,13 +99,15 @@ class MooncakeStore(BlockingStore):
     def advice(self) -> Sequence[Advice]:
         """For `kvparams doctor`: what a value of a few bytes meets on its way, and what the settings are good for."""
         if self._client.stalls.is_open(time.monotonic()):
-            return [Advice("error", f"the master at {self._settings.master} does not answer", "see that it runs")]
+            return [Advice("error", f"the master at {self._settings.master} does not answer", "check that it runs")]
         asked: Job[Sequence[Advice]] = self._lane.submit(
             lambda job: advice_from_facts(
                 probe_cluster(self._client, self._writer, self._settings, job.deadline), self._settings
             ),
             _ADVICE_S,
-            timed_out=[Advice("error", f"no answer within {_ADVICE_S:.0f} s", "see that master and owners run")],
+            timed_out=[
+                Advice("error", f"no answer within {_ADVICE_S:.0f} s", "check that the master and the owners run")
+            ],
             refused=[Advice("error", "it is closed, or has too much to do", "ask again later")],
         )
         return asked.result()
@@ -121,7 +124,7 @@ class MooncakeStore(BlockingStore):
             return self._memory.add(arena)
 
         if not self._lane.submit(add, _REGISTER_S, timed_out=False, refused=False).result():
-            _LOGGER.warning("a Mooncake store could not register an arena; what lies in it is copied")
+            _LOGGER.warning("a Mooncake store could not register an arena; its values are copied")
 
     # ---- refused at once while something is stuck
 

@@ -1,8 +1,9 @@
 """Putting values into Mooncake: started, written, made visible, each in one call for the whole batch.
 
 `batch_put_from` answers success for a key that exists, without writing; so it is done in its three steps, of which the
-first says exactly whose key it is. Invariant: a value is made visible only if each of its bytes was written; the
-library would make it visible in any case.
+first says exactly whose key it is.
+
+Invariant: a value is made visible only if each of its bytes was written; the library would make it visible in any case.
 """
 
 import time

@@ -40,21 +40,23 @@ class AllowedPeers:
     """Networks, host names and ports."""
 
     def __init__(self, hosts: str, ports: range = range(1, 65536)) -> None:
-        """Creates an `AllowedPeers`.
+        """Parses the list of peers that may be read from.
 
         Args:
             hosts: networks, addresses and names, separated by commas: `10.0.0.0/8,fd00::/8,node-5`.
-            ports: those that may be asked.
+            ports: the ports that may be contacted.
 
         Raises:
-            StoreError: one of them is none of these.
+            StoreError: an entry is no network, address or name, or there are too many entries.
         """
         self._ports: Final = ports
         self._networks: Final[list[IPv4Network | IPv6Network]] = []
         self._names: Final[set[str]] = set()
         given = hosts.split(",")
         if len(given) > _MOST:
-            raise StoreError(f"peer store: peers names {len(given)} hosts; write networks instead: 10.0.0.0/8")
+            raise StoreError(
+                f"peer store: peers has {len(given)} hosts, which are too many; write networks instead: 10.0.0.0/8"
+            )
         for one in given:
             try:
                 self._networks.append(ip_network(one))

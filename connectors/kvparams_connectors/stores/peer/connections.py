@@ -118,7 +118,7 @@ class PeerConnections:
         for link in idle:
             link.channel.close()
         if first:
-            _LOGGER.warning("peer: %s is left alone for a while: %s", place, error)
+            _LOGGER.warning("peer: %s is not used for a while: %s", place, error)
 
     def close(self) -> None:
         """Close all idle connections."""

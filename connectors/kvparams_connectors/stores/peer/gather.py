@@ -1,7 +1,7 @@
 """A batch over several places: what this process has itself, then side by side what others have of the rest.
 
-Invariant: a place that fails or is slow costs nobody else's answer. What was only there is a MISS, everything else is
-answered before the deadline, and once an answer is final nothing writes into its buffers.
+Invariant: a place that fails or is slow affects no other place's answer. A key that only that place had is a MISS.
+Every other key is answered before the deadline, and once an answer is final nothing writes into its buffers.
 """
 
 import logging
@@ -47,10 +47,10 @@ class BatchGatherer:
     """The batches that are under way, and the threads that ask."""
 
     def __init__(self, threads: int) -> None:
-        """Creates a `BatchGatherer`.
+        """Starts the threads that read from other places.
 
         Args:
-            threads: how many places are asked at a time.
+            threads: the number of places that are read from at a time.
         """
         self._threads: Final = threads
         self._lane: Final = WorkerPool("kvparams-peer", threads=threads)

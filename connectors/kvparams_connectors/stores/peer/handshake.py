@@ -1,8 +1,8 @@
 """Defines how a connection between peers begins: versions, who runs there, and that both know the secret.
 
 Each side proves with HMAC-SHA256 over its role, both nonces and the run that it has the secret; the secret itself is
-never sent. Invariant: with a secret nothing is said or believed before the other side's proof was good; whoever has
-none does not talk to whoever has one.
+never sent. With a secret, no data is sent or accepted before the other side's proof was good. A side without a secret
+does not talk to one with a secret.
 
 It proves who began; what follows is neither encrypted nor authenticated. Pages carry checksums, or tags
 (`kvparams.page_auth`) where others share the network.
@@ -43,15 +43,17 @@ def connect_handshake(channel: PeerChannel, secret: bytes) -> bytes:
     channel.send_parts([_HELLO.pack(_MAGIC, VERSION, bool(secret), ours)])
     magic, version, guarded, theirs, run, proof = _WELCOME.unpack(channel.read(_WELCOME.size))
     if magic != _MAGIC:
-        raise PeerProtocolError("it is no peer: something else listens there")
+        raise PeerProtocolError("the other side is not a peer store")
     if version != VERSION:
-        raise PeerProtocolError(f"it speaks version {version}, this is {VERSION}")
+        raise PeerProtocolError(f"the other side has protocol version {version}, this side has {VERSION}")
     if bool(guarded) != bool(secret):
         raise HandshakeRefused(
-            "it has a secret, this side has none" if guarded else "it has no secret, this side has one"
+            "the other side has a secret, this side has none"
+            if guarded
+            else "the other side has no secret, this side has one"
         )
     if secret and not hmac.compare_digest(proof, _proof(secret, b"owner", ours, theirs, run)):
-        raise HandshakeRefused("its secret is another one")
+        raise HandshakeRefused("the secrets differ")
     channel.send_parts([_proof(secret, b"reader", ours, theirs, run)])
     return run
 

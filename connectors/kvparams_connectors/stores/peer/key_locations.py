@@ -17,11 +17,11 @@ class KeyLocations:
     """Keys and places. Any thread may use it; times are in seconds on any one clock."""
 
     def __init__(self, most: int, lifetime_s: float) -> None:
-        """Creates a `KeyLocations`.
+        """Begins empty.
 
         Args:
-            most: so many keys are remembered; the oldest hints go.
-            lifetime_s: how long a hint is believed.
+            most: the largest number of keys; the oldest hints are dropped for new ones.
+            lifetime_s: how long a hint is used, in seconds.
         """
         self._most: Final = most
         self._lifetime_s: Final = lifetime_s

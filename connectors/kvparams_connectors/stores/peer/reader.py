@@ -1,7 +1,7 @@
 """Reading from others: batches of keys, each batch from one place.
 
-Invariant: what was not received whole, in time and while it was held for us, is not OK; a place that does not answer as
-it should is left alone, and what it was said to have is a MISS: it is the place that failed, not this store.
+Invariant: a value is OK only if it was received whole, in time, and while it was held for this reader. A place that
+misbehaves is left alone, and its keys are a MISS: the place failed, not this store.
 """
 
 import threading
@@ -63,12 +63,13 @@ class PeerReader:
     """Any thread may use it."""
 
     def __init__(self, sources: PeerConnections, located: KeyLocations, transfer: GuardedTransferEngine | None) -> None:
-        """Creates a `PeerReader`.
+        """Connects to no peer yet.
 
         Args:
-            sources: connections.
-            located: what a place does not have is not looked for there again, until there is a new hint.
-            transfer: an engine that reads, or None.
+            sources: opens the connections to peers.
+            located: the known locations of keys. If a place lacks a key, the key is not looked for there again without
+                a new hint.
+            transfer: a transfer engine for the reads; None: values come over the connections.
         """
         self._sources: Final = sources
         self._located: Final = located

@@ -1,8 +1,9 @@
 """The side that is read from: values of this process's own memory, sent or held for others.
 
-A thread for each reader. What a reader gets is pinned while it gets it, so it is never overwritten under it. Invariant:
-a reader is given so much time and no more, and less if it takes nothing; then it is cut off, and what was pinned for it
-is free again. Whoever has not proved yet that it may read takes no reader's place.
+Each reader has a thread. A value is pinned while a reader receives it, so it is not overwritten meanwhile.
+
+Invariant: a reader has a limited time, and less if it takes no bytes. Then it is cut off, and its pinned values are
+free again. A connection that has not proved its right to read takes no reader's place.
 """
 
 import logging
@@ -58,13 +59,13 @@ class PeerServer:
     """Lets others read what is in `memory`."""
 
     def __init__(self, memory: MemoryStore, listener: socket.socket, secret: bytes, session: str) -> None:
-        """Creates a `PeerServer`.
+        """Starts the thread that accepts readers.
 
         Args:
-            memory: stays the caller's.
-            listener: bound and listening; from now on ours to close.
-            secret: what readers have to know; empty: nothing.
-            session: how a transfer engine that reads this memory calls this process; empty: there is none.
+            memory: the store whose values are read; the caller closes it.
+            listener: a bound, listening socket; `close` closes it.
+            secret: the secret that readers have to prove; empty: readers need none.
+            session: the transfer engine's name of this process, for readers that use one; empty: there is none.
         """
         self._memory = memory
         self._listener = listener

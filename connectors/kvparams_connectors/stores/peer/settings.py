@@ -69,26 +69,30 @@ class PeerSettings:
         """Raises StoreError on what cannot be."""
         for host in (self.host, self.local):
             if host and _misread(host):
-                raise _wrong(f"{host} is neither an address nor a name; some read it as another address than it looks")
+                raise _wrong(f"{host} is neither an address nor a name; programs may read it as different addresses")
         if not _HOST.fullmatch(self.host) or not (self.port is None or 0 <= self.port < 65536):
             raise _wrong(f"{self.host}:{self.port} is not a host and a port")
         if self.local and not _HOST.fullmatch(self.local):
             raise _wrong(f"local={self.local} is not a host name or an address, without a port")
         if self.protocol not in ("tcp", "rdma"):
-            raise _wrong(f"protocol={self.protocol} is none of tcp, rdma")
+            raise _wrong(f"protocol={self.protocol} must be tcp or rdma")
         if not _DEVICES.fullmatch(self.devices):
             raise _wrong(f"devices={self.devices} is not a list of device names, separated by commas")
         if _everywhere(self.host) and not self.local and self.port != 0:
-            raise _wrong(f"{self.host} is all of this machine's addresses; say with local= at which others find it")
+            raise _wrong(
+                f"{self.host} stands for all addresses of this machine; set local= to the address that other "
+                "machines use"
+            )
         if self.transport == "mooncake" and self.secret:
             raise _wrong(
-                "secret_file protects nothing with transport=mooncake, whose transfer engine lets whoever reaches its "
-                "port read and write this memory; use transport=tcp, or authenticated pages without a secret_file"
+                "secret_file does not protect transport=mooncake, whose transfer engine lets every client that "
+                "reaches its port read and write this memory; use transport=tcp, or authenticated pages without "
+                "a secret_file"
             )
         if self.transport == "mooncake" and len(self.reachable) > _LONGEST_SESSION_HOST:
             raise _wrong(f"transport=mooncake takes host names of at most {_LONGEST_SESSION_HOST} characters")
         if not self.peers and not is_loopback(self.host):
-            raise _wrong("whom may it ask? set peers, networks or names: peers=10.0.0.0/8,node-5")
+            raise _wrong("peers is missing; set the networks or names that may be read from: peers=10.0.0.0/8,node-5")
 
     @property
     def reachable(self) -> str:
@@ -119,7 +123,8 @@ class PeerSettings:
         place = _PLACE.fullmatch(url.location)
         if place is None or url.path not in ("", "/"):
             raise _wrong(
-                f"{url.redacted!r} does not say where to listen: peer://host:port, port 0 for a process that only reads"
+                f"{url.redacted!r} has no address to listen on; write peer://host:port, with port 0 for a process "
+                "that only reads"
             )
         given = url.settings.get
         default = cls("127.0.0.1")
@@ -160,7 +165,7 @@ def url_for_rank(text: str, rank: int) -> str:
         return text
     port = int(place[2]) + rank
     if port > 65535:
-        raise _wrong(f"rank {rank} of this machine would listen at port {port}; name a lower port")
+        raise _wrong(f"rank {rank} of this machine would listen at port {port}; choose a lower port")
     return text.replace(f"//{url.location}", f"//{place[1]}:{port}", 1)
 
 

@@ -97,15 +97,15 @@ class PeerStore(KVStore):
     """This process's memory, and that of others."""
 
     def __init__(self, settings: PeerSettings, *, transfer: GuardedTransferEngine | None = None) -> None:
-        """Allocate and touch the memory, and listen.
+        """Allocates the memory, and listens for readers.
 
         Args:
-            settings: all of them.
-            transfer: one that several stores share, and which stays the caller's; None: one of its own, if the
-                settings say so.
+            settings: the settings.
+            transfer: a transfer engine that several stores share; the caller closes it. None: one of its own, if the
+                settings ask for one.
 
         Raises:
-            StoreError: the place is taken or not of this machine, or the transfer engine cannot be used.
+            StoreError: the address is taken or not of this machine, or the transfer engine cannot be used.
         """
         self._settings = settings
         self._allowed = settings.allowed
@@ -177,23 +177,31 @@ class PeerStore(KVStore):
         """For `kvparams doctor`."""
         settings = self._settings
         found = [
-            Advice("ok", "it only reads from others: port is 0")
+            Advice("ok", "the store only reads from others, because the port is 0")
             if self._address is None
-            else Advice("ok", f"others read at {self._address}")
+            else Advice("ok", f"others can read at {self._address}")
         ]
         if not settings.private and not settings.secret:
-            anybody = "whoever reaches it can read all pages" if self._address else "it cannot tell who it reads from"
+            anybody = (
+                "every client that reaches it can read all pages"
+                if self._address
+                else "the store cannot verify the peers that it reads from"
+            )
             found.append(Advice("warning", anybody, "set secret_file on all engines"))
         if settings.transport == "mooncake":
             open_to_all = (
-                "Mooncake's transfer engine listens on all addresses, and lets whoever reaches it read and write "
-                "registered memory; no secret_file or loopback address keeps anybody out"
+                "Mooncake's transfer engine listens on all addresses, and every client that reaches it can read "
+                "and write registered memory; neither a secret_file nor a loopback address prevents that"
             )
-            found.append(Advice("warning", open_to_all, "keep its ports to the engines, and use authenticated pages"))
-            follows = "Mooncake's transfer engine reads from the host that a peer's engine names, whatever peers= says"
-            found.append(Advice("warning", follows, "let engines reach nobody but each other, or use transport=tcp"))
+            found.append(
+                Advice("warning", open_to_all, "let only engines reach its ports, and use authenticated pages")
+            )
+            follows = (
+                "Mooncake's transfer engine reads from every host that a peer's engine names, also outside of peers="
+            )
+            found.append(Advice("warning", follows, "let engines reach only each other, or use transport=tcp"))
         if self._transfer is not None and self._transfer.is_exhausted:
-            spent = "reads by Mooncake's transfer engine have failed so often that it is not used any more"
+            spent = "Mooncake's transfer engine is no longer used, because too many of its reads failed"
             found.append(Advice("warning", spent, "see the log for the peers that failed, and restart"))
         return found
 
@@ -218,7 +226,7 @@ class PeerStore(KVStore):
         with self._counting:
             self._refused += 1
         if self._refusals.is_due():
-            _LOGGER.warning("peer: params name a source that is not among the peers; it is not asked")
+            _LOGGER.warning("peer: a request names a source that is not among the peers; it is not read from")
 
     # ---- operations
 
@@ -294,8 +302,8 @@ def _listen(settings: PeerSettings) -> socket.socket:
     except OSError as error:
         listener.close()
         raise StoreError(
-            f"peer store: cannot listen on {settings.host} port {settings.port or 'of its own'}: {error}; name an "
-            "address of this machine and a port that is free, or no port"
+            f"peer store: cannot listen on {settings.host} port {settings.port or 'of its own'}: {error}; give an "
+            "address of this machine and a free port, or no port"
         ) from error
     return listener
 

@@ -3,8 +3,8 @@
 What decides how it is used, by reading (`mooncake-integration/transfer_engine/transfer_engine_py.cpp` at commit 007354c
 and `multi_transport.cpp` of Mooncake): `batch_transfer_sync_read` blocks, and turns round on a core, for up to 30 s
 where the other side is stopped; when it gives up, or when one part of a batch has failed, other parts may still be on
-their way and be written later. So it never gets a caller's buffer. Invariant: what a failed read was to land in is
-never used again; a new landing area takes its place, a few times.
+their way and be written later. So it never gets a caller's buffer. The landing slot of a failed read is never used
+again; a new landing area takes its place, a few times.
 
 To let go of it takes most of a second, in which it holds the interpreter's lock (seen with 0.3.13.post1). It listens on
 all addresses of the machine and asks nobody for a proof: who reaches its port, which it chooses itself, may read and
@@ -54,14 +54,14 @@ class GuardedTransferEngine:
     """A transfer engine, its landing area, and the threads that wait for it. Any thread may use it."""
 
     def __init__(self, local: str, *, protocol: str, devices: str, buffer_bytes: int, threads: int) -> None:
-        """Creates a `GuardedTransferEngine`.
+        """Sets up the library, registers a landing area, and starts the worker threads.
 
         Args:
-            local: where others find this process.
+            local: the host name or address under which other processes find this one.
             protocol: `tcp` or `rdma`.
             devices: RDMA devices, separated by commas.
-            buffer_bytes: of the landing area.
-            threads: how many reads at a time.
+            buffer_bytes: the size of a landing area, in bytes.
+            threads: the number of reads at a time.
 
         Raises:
             StoreError: the library cannot be loaded or set up.
@@ -171,7 +171,7 @@ class GuardedTransferEngine:
                     return
             except StoreError as error:
                 _LOGGER.error("%s", error)
-        _LOGGER.error("peer: no landing slot is left; everything is read over the connections from now on")
+        _LOGGER.error("peer: no landing slot is left; from now on all values are read over the connections")
 
     def _left(self) -> int:
         """Slots of the landing area in use that are not lost."""
@@ -224,6 +224,6 @@ def _set_up(local: str, protocol: str, devices: str) -> _NativeTransferEngine:
     if not made or answers != [0]:
         raise StoreError(
             f"peer store: Mooncake's transfer engine cannot be set up as {local} over {protocol}: "
-            f"{answers[0] if answers else 'no answer'}; its words stand on stderr"
+            f"{answers[0] if answers else 'no answer'}; its messages are on stderr"
         )
     return made[0]

@@ -2,8 +2,8 @@
 
 All numbers are big-endian. A reader sends a request: its head, then the lengths of all keys, the room that there is for
 each value, and the keys. The other side answers in the same order: a head, a table with a word for each key, then all
-sizes, and for GET the values themselves, one after the other. Invariant: every number that comes from the other side is
-held to its bound before anything is allocated, sent or read for it.
+sizes, and for GET the values themselves, one after the other. Every number from the other side is checked against its
+bound before anything is allocated, sent or read for it.
 """
 
 from collections.abc import Sequence

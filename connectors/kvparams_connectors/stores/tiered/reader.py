@@ -1,7 +1,7 @@
 """Gets and lookups of a tiered store: one batch that is composed from several tiers.
 
-Invariant: a tier that hangs costs no more than the deadline, and nobody else's answers. It may still write into the
-buffers that it was given, so no other tier is given these before it has settled.
+A tier that hangs costs no more than the deadline, and delays no other tier's answers. It may still write into the
+buffers that it was given, so no other tier gets these before it has settled.
 """
 
 import threading

@@ -1,8 +1,8 @@
 """Values on their way from one tier to others, in memory of their own.
 
-A caller's buffers are the caller's again when its job has settled, so what goes on afterwards goes on from a copy.
-Invariant: a value that is on its way is never left behind by a delete; a delete waits for it, and what was read before
-or during a delete is not carried anywhere.
+A caller's buffers are the caller's again when its job has settled, so what goes on afterwards goes on from a copy. A
+delete waits for a staged value of its key, so none is left behind. A value that was read before or during a delete of
+its key is not copied to another tier.
 """
 
 import logging
@@ -46,10 +46,10 @@ class StagingArea:
     """Staging memory, what is in it, and the deletes that must not cross it."""
 
     def __init__(self, size_bytes: int) -> None:
-        """Allocate and touch the staging memory.
+        """Allocates the staging memory and touches every page of it.
 
         Args:
-            size_bytes: for all values that are on their way; rounded up to a whole unit of 64 KiB.
+            size_bytes: the size for all values in transfer, in bytes; rounded up to a whole unit of 64 KiB.
         """
         units = max(1, -(-size_bytes // _UNIT))
         self._memory = np.empty(units * _UNIT, dtype=np.uint8)

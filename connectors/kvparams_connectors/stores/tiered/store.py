@@ -6,8 +6,8 @@ does and the others follow in the background: what is still on its way is lost i
 discard, of what was found damaged: where the bytes came from, and nowhere else. What a slower tier gave is put into the
 faster ones in the background, if there is room to stage it.
 
-Invariant: no thread waits for a tier. A tier's answer, in that tier's thread, asks the next one; so a tier that hangs
-keeps nobody else from their answers, and a job settles only when every tier has let go of the caller's buffers.
+No thread waits for a tier. A tier's answer, in that tier's thread, asks the next one. So a tier that hangs delays no
+other answer, and a job settles only when no tier uses the caller's buffers any more.
 """
 
 import logging
@@ -62,22 +62,22 @@ class TieredStore(KVStore):
         promote: bool = True,
         staging_bytes: int = _STAGING,
     ) -> None:
-        """Creates a `TieredStore`.
+        """Takes over the tiers, and allocates the staging memory.
 
         Args:
-            tiers: 2 to 4, the fastest first. Guard those that can fail (`GuardedStore`).
-            write_back: put answers after the first tier.
-            promote: what a slower tier gave goes into the faster ones.
-            staging_bytes: for values on their way in the background. What finds no room there is not promoted; what is
-                being put is written through.
+            tiers: 2 to 4 stores, the fastest first. Guard those that can fail (`GuardedStore`).
+            write_back: whether a put answers after the first tier.
+            promote: whether a value that a slower tier gave is put into the faster ones.
+            staging_bytes: the size of the memory for values that move in the background, in bytes. A value that finds
+                no room there is not promoted; a value that is being put is written through.
 
         Raises:
-                StoreError: too few or too many tiers, or one of them twice.
+            StoreError: there are too few or too many tiers, or one store is two of them.
         """
         if not 2 <= len(tiers) <= _MOST_TIERS:
-            raise StoreError(f"tiered store: {len(tiers)} tiers; it takes 2 to {_MOST_TIERS}: l1=...&l2=...")
+            raise StoreError(f"tiered store: it has {len(tiers)} tiers; give 2 to {_MOST_TIERS}: l1=...&l2=...")
         if len({id(tier) for tier in tiers}) < len(tiers):
-            raise StoreError("tiered store: the same store is two of its tiers")
+            raise StoreError("tiered store: two of its tiers are the same store")
         self._tiers = tuple(tiers)
         self._moves = StagingArea(staging_bytes if write_back or promote else 1)
         self._counts = TieredCounters(len(tiers))
@@ -220,18 +220,21 @@ def open_url(url: StoreURL) -> KVStore:
     names = [f"l{number}" for number in range(1, _MOST_TIERS + 1)]
     url.reject_unknown(*names, "write", "promote", "staging")
     if url.location or url.path:
-        raise StoreError(f"tiered store: {url.redacted!r} names a place; its tiers do: tiered:?l1=...&l2=...")
+        raise StoreError(
+            f"tiered store: {url.redacted!r} has a host or path; write tiered:?l1=...&l2=..., with the addresses "
+            "in the tiers"
+        )
     given = [name for name in names if name in url.settings]
     if given != names[: len(given)] or len(given) < 2:
-        raise StoreError(f"tiered store: {url.redacted!r} names {', '.join(given) or 'no tier'}; name l1, l2 and so on")
+        raise StoreError(f"tiered store: {url.redacted!r} has {', '.join(given) or 'no tier'}; set l1, l2 and so on")
     parsed = [StoreURL.parse(url.settings[name]) for name in given]
     places: set[tuple[str | None, ...]] = set()
     for name, one in zip(given, parsed, strict=True):
         place = (one.scheme, one.location, one.path, one.settings.get("prefix"))
         if one.scheme == "tiered":
-            raise StoreError(f"tiered store: {name} is tiered itself; write its tiers into this one")
+            raise StoreError(f"tiered store: {name} is itself a tiered store; put its tiers into this one")
         if place in places:
-            raise StoreError(f"tiered store: {name} is the same store as a tier before it")
+            raise StoreError(f"tiered store: {name} is the same store as an earlier tier")
         places.add(place)
     write_back = url.read_choice("write", "through", "back") == "back"
     promote = url.read_choice("promote", "yes", "no") == "yes"

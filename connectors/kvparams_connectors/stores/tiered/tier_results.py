@@ -1,6 +1,6 @@
 """Combines the answers of several tiers to one batch.
 
-Invariant: the best truth. A key that some tier has is found; that it is nowhere is said only if every tier said so.
+A key that any tier has is found. A key is missing only if every tier says so.
 """
 
 from collections.abc import Sequence
@@ -34,11 +34,11 @@ class TierResults:
     """A `TierResults` combines the results of a get or exists; its owner does the locking."""
 
     def __init__(self, valid: Sequence[bool], tiers: int) -> None:
-        """Creates a `TierResults`.
+        """Begins without any tier's answer.
 
         Args:
-            valid: of each operation, whether it can be asked at all.
-            tiers: how many there are.
+            valid: for each operation, whether a tier may be asked; the others are INVALID.
+            tiers: the number of tiers.
         """
         self._tiers = tiers
         self._best: list[Result | None] = [None if fine else Result(ResultCode.INVALID) for fine in valid]

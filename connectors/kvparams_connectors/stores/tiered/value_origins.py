@@ -18,11 +18,11 @@ class ValueOrigins:
     """It locks for itself: tiers answer in threads of their own."""
 
     def __init__(self, tiers: int, most: int = _MOST) -> None:
-        """Creates a `ValueOrigins`.
+        """Begins empty: a value may be in any tier.
 
         Args:
-            tiers: how many there are.
-            most: keys to remember; of more the oldest are let go.
+            tiers: the number of tiers.
+            most: the largest number of keys; the oldest are dropped for new ones.
         """
         self._every = tuple(range(tiers))
         self._alone = [(number,) for number in self._every]

@@ -1,7 +1,7 @@
 """Puts and deletes of a tiered store.
 
-Invariant: the caller is told what the deciding tier said, the last one with write-through and the first one with
-write-back; the caller's buffers are read until every tier that was given them has settled, and no longer.
+The caller gets the answer of the deciding tier: the last one with write-through, the first one with write-back. The
+caller's buffers are read until every tier that was given them has settled, and no longer.
 """
 
 import threading

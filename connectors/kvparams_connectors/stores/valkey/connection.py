@@ -1,6 +1,6 @@
 """A connection to a server: a stream, and replies that are read from it in the order in which they were asked for.
 
-Invariant: a connection is reusable only while no reply is owed on it; one that has raised is closed.
+A connection is reusable only while no reply is owed on it; one that has raised is closed.
 """
 
 import socket
@@ -21,10 +21,10 @@ class ValkeyConnection(DeadlineSocket):
     """A connected socket, plain or TLS, used by one thread at a time. Every wait ends at the deadline in force."""
 
     def __init__(self, sock: socket.socket) -> None:
-        """Creates a `ValkeyConnection`.
+        """Takes a connected socket, which `close` closes.
 
         Args:
-            sock: connected, and from now on ours to close.
+            sock: the socket, plain or TLS; no other code may use it any more.
         """
         super().__init__(sock)
         self._owed = 0

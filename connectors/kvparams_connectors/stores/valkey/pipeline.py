@@ -1,8 +1,8 @@
 """A batch of requests, done: sent to the servers that hold the keys, answered, and sent on where a server says so.
 
 Each server gets its requests over one connection, so many at a time that neither side waits for the other and no more
-than a bounded amount of values is under way; all servers work at the same time. Invariant: whatever goes wrong on a
-connection ends that connection and the requests that were not answered on it, and nothing else.
+than a bounded amount of values is under way; all servers work at the same time. A failure on a connection ends that
+connection and its unanswered requests, and nothing else.
 """
 
 import logging

@@ -126,11 +126,12 @@ class PutRequest(_NoCompletion):
     replies = 1
 
     def __init__(self, key: bytes, op: PutOp, ttl_ms: int) -> None:
-        """Creates a `PutRequest`.
+        """Takes the value's buffers from `op`.
 
         Args:
-            key: as the server knows it.
-            ttl_ms: the value goes by itself after so many milliseconds; 0: it stays.
+            key: the key at the server, with the prefix.
+            op: the caller's operation.
+            ttl_ms: the server deletes the value after so many milliseconds; 0: never.
         """
         self.key = key
         self.nbytes: Final = _nbytes(op.buffers)
@@ -174,10 +175,11 @@ class GetRequest(_NoPreparation):
     replies = 1
 
     def __init__(self, key: bytes, op: GetOp) -> None:
-        """Creates a `GetRequest`.
+        """Takes the buffers to fill from `op`.
 
         Args:
-            key: as the server knows it.
+            key: the key at the server, with the prefix.
+            op: the caller's operation.
         """
         self.key = key
         self.weight = _SMALL + _nbytes(op.buffers)
@@ -243,9 +245,10 @@ class BulkSizeRequest:
     """
 
     def __init__(self, keys: Sequence[bytes], *, one_slot: bool) -> None:
-        """Creates a `BulkSizeRequest`.
+        """Encodes the request.
 
         Args:
+            keys: the keys at the server, with the prefix.
             one_slot: whether the server takes all keys in one command; a server of a cluster does not.
         """
         words = [b"$%d\r\n%b\r\n" % (len(key), key) for key in keys]

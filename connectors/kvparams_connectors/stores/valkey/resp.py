@@ -1,7 +1,7 @@
 """RESP (version 2), as far as values need it: replies from a stream of bytes, values straight into their buffers.
 
-Invariant: a declared length allocates nothing, and a stream that is not in a known state is never read again, so
-whoever sees an exception from here closes the connection.
+A declared length allocates nothing. A stream in an unknown state is never read again, so a caller that gets an
+exception from here closes the connection.
 
 The protocol: https://valkey.io/topics/protocol/ (as of Valkey 8.0). Replies here are simple strings, errors, integers
 and bulk strings; nothing that a store asks is answered by an array.
@@ -82,12 +82,12 @@ class ReplyReader:
     """Replies from a stream of bytes that may be cut anywhere."""
 
     def __init__(self, receive: ReceiveInto, *, step: int | None) -> None:
-        """Creates a `ReplyReader`.
+        """Allocates the scratch memory; nothing is read yet.
 
         Args:
             receive: as `DeadlineSocket.receive`.
-            step: about so much is received before whoever wants to look at it is told. None: he is told whenever it
-                would only be waited for more.
+            step: the number of bytes to receive before `GetOp.on_progress` is called. None: it is called whenever the
+                reader would have to wait for more bytes.
         """
         self._receive = receive
         self._about = step

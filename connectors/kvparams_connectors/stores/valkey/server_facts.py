@@ -115,7 +115,7 @@ def read_facts(node: ValkeyNode, access: ValkeyAccess, files: TLSFiles | None) -
 
     facts = _ask(node, access, files, ask)
     if facts.version and _release(facts.version) < _OLDEST:
-        raise StoreError(f"valkey store: {node} is version {facts.version}; it takes Valkey 8, or 7.2 at least")
+        raise StoreError(f"valkey store: {node} has version {facts.version}; use Valkey 8, or at least 7.2")
     return facts
 
 
@@ -213,21 +213,25 @@ def advice_from_facts(facts: ServerFacts, *, ttl: bool) -> list[Advice]:
         ttl: whether our values have a time to live.
     """
     if facts.replica and not facts.cluster and facts.primary is None:
-        return [Advice("error", "it is a replica, and does not say of whom: nothing can be put", "name the primary")]
+        return [
+            Advice(
+                "error", "the server is a replica without a known primary, so no value can be put", "name the primary"
+            )
+        ]
     if facts.replica and not facts.cluster:  # in a cluster it says itself whom to ask
-        found = f"it is a replica: with the first put {facts.primary} is asked in its place"
+        found = f"the server is a replica; the first put switches to its primary, {facts.primary}"
         return [Advice("warning", found, "name the primary")]
     if not facts.version:
-        return [Advice("warning", "it may not be asked for INFO", "allow the user `+info +config|get`")]
+        return [Advice("warning", "the user may not send INFO", "allow the user `+info +config|get`")]
     found = [Advice("ok", f"Valkey {facts.version}, {'a cluster' if facts.cluster else 'a single server'}")]
     if not facts.max_memory:
-        limit = "maxmemory is not set: it grows until the machine has no memory left"
+        limit = "maxmemory is not set: the server grows until its machine has no memory left"
         found.append(Advice("warning", limit, "set maxmemory, and maxmemory-policy allkeys-lru"))
     elif facts.policy == "noeviction":
-        full = "maxmemory-policy is noeviction: once it is full, nothing can be put"
+        full = "maxmemory-policy is noeviction: when the server is full, no value can be put"
         found.append(Advice("warning", full, "set maxmemory-policy allkeys-lru"))
     elif facts.policy.startswith("volatile-") and not ttl:
-        never = f"maxmemory-policy is {facts.policy} and ttl is not set: none of our values is ever evicted"
+        never = f"maxmemory-policy is {facts.policy} and ttl is not set, so the store's values are never evicted"
         found.append(Advice("warning", never, "set maxmemory-policy allkeys-lru, or ttl in the store's URL"))
     else:
         found.append(Advice("ok", f"maxmemory {facts.max_memory} bytes, {facts.policy}"))
@@ -277,5 +281,5 @@ def read_password(path: str) -> bytes:
     except OSError as error:
         raise StoreError(f"valkey store: password_file cannot be read: {error}") from error
     if not 0 < len(password) <= 4096 or b"\n" in password:
-        raise StoreError(f"valkey store: password_file {path} is not one line with a password in it")
+        raise StoreError(f"valkey store: password_file {path} must be one line with the password")
     return password

@@ -1,8 +1,8 @@
 """The store on Valkey servers: one, or a cluster; TCP, TLS or a unix socket.
 
 Values go over connections of our own (`resp.py`), straight from and into the caller's buffers; valkey-py asks what the
-server is (`control.py`). `benchmarks/valkey_bench.py` says why. Invariant: a put is `SET ... NX` of a whole value, so
-that what a key holds never changes and never is half there.
+server is (`server_facts.py`). `benchmarks/valkey_bench.py` says why. A put is `SET ... NX` of a whole value, so the
+value of a key never changes and is never incomplete.
 
 Outside a cluster a replica may take the place of its primary (by Sentinel, or by hand). When a server refuses a put
 because it is a replica, or is away, it and the replicas that were seen are asked who the primary is, and that one has
@@ -77,18 +77,18 @@ class ValkeyStore(BlockingStore):
         ttl_s: int = 0,
         threads: int = 1,
     ) -> None:
-        """Connect, and ask the server what it is.
+        """Connects, and asks the server for its version and kind.
 
         Args:
-            node: the server, or one of a cluster.
-            access: how it is reached; its `tls` goes with `tls`.
+            node: the server, or one server of a cluster.
+            access: the credentials and kind of connection; its `tls` belongs to `tls`.
             tls: the files behind `access.tls`.
-            prefix: stands before every key, with a colon: deployments that share a server do not meet.
-            ttl_s: a value goes by itself so many seconds after it was put; 0: never.
-            threads: how many batches are worked on at a time, each over connections of its own.
+            prefix: precedes every key, with a colon; it separates deployments that share a server.
+            ttl_s: the server deletes a value so many seconds after its put; 0: never.
+            threads: the number of batches that are worked on at a time, each over connections of its own.
 
         Raises:
-            StoreError: the server cannot be reached, does not let us in, or is too old.
+            StoreError: the server cannot be reached, refuses the credentials, or is too old.
         """
         facts = read_facts(node, access, tls)
         self._access = access
@@ -126,7 +126,7 @@ class ValkeyStore(BlockingStore):
         try:
             facts = read_facts(asked, self._access, self._tls)
         except StoreError as error:
-            return [Advice("error", str(error), "start the server, or name another one")]
+            return [Advice("error", str(error), "start the server, or use another one")]
         found = advice_from_facts(facts, ttl=bool(self._ttl_ms))
         if asked != self._node:
             found.append(Advice("warning", f"{asked} has taken the place of {self._node}", f"name {asked}"))
@@ -212,7 +212,7 @@ class ValkeyStore(BlockingStore):
             asked = self._topology.single
             found = find_primary(self._topology.known(), lambda node: self._facts(node, deadline))
             if found is None:
-                _LOGGER.warning("valkey: %s cannot be written to, and no primary in its place answers", asked)
+                _LOGGER.warning("valkey: %s cannot be written to, and no new primary answers", asked)
                 return
             primary, facts = found
             self._topology.follow(primary, facts.replicas)
@@ -263,12 +263,12 @@ def open_url(url: StoreURL) -> KVStore:
     settings = url.settings
     files = TLSFiles(settings.get("ca", ""), settings.get("cert", ""), settings.get("key", "")) if tls else None
     if files and files.key and not files.cert:
-        raise StoreError("valkeys store: key is there and cert is not")
+        raise StoreError("valkeys store: key is set, but cert is not; set both or neither")
     prefix = settings.get("prefix", "")
     if "prefix" in settings and not _PREFIX.fullmatch(prefix):
         raise StoreError(f"{url.scheme} store: prefix={prefix!r} is not 1 to 128 characters from [A-Za-z0-9._-]")
     if "user" in settings and "password_file" not in settings:
-        raise StoreError(f"{url.scheme} store: user is there and password_file is not")
+        raise StoreError(f"{url.scheme} store: user is set, but password_file is not; set both")
     password = read_password(settings["password_file"]) if "password_file" in settings else b""
     access = ValkeyAccess(
         connect_s=url.read_int("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
@@ -292,7 +292,7 @@ def _node(url: StoreURL) -> ValkeyNode:
     place = _PLACE.fullmatch(url.location)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2] or _PORT) < 65536:
         raise StoreError(
-            f"{url.scheme} store: {url.redacted!r} names no server; write {url.scheme}://host:6379"
+            f"{url.scheme} store: {url.redacted!r} has no server; write {url.scheme}://host:6379"
             + (" or valkey:///path/to.sock" if url.scheme == "valkey" else "")
         )
     return ValkeyNode(place[1].strip("[]"), int(place[2] or _PORT))

@@ -73,10 +73,10 @@ class ClusterTopology:
     """The map of slots, or the one server that is asked, and those that may take its place."""
 
     def __init__(self, seed: ValkeyNode) -> None:
-        """Creates a `ClusterTopology`.
+        """Begins with one server, which is asked for all keys.
 
         Args:
-            seed: has everything until `replace` or `follow` says otherwise.
+            seed: the server until `replace` or `follow` names others.
         """
         self._named: Final = seed
         self._seed = seed

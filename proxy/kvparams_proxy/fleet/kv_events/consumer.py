@@ -143,9 +143,9 @@ class KVEventConsumer:
         try:
             self._prefixes.event_sources.apply(member, batch, model)
         except ValueError as error:  # an engine's hashes may be anything
-            _log.warning("a KV event of %s cannot be entered: %s", member.instance.id, error)
+            _log.warning("a KV event of %s cannot be used: %s", member.instance.id, error)
         except Exception:  # noqa: BLE001  a fault of the proxy: what others say is entered all the same
-            _log.exception("a KV event of %s could not be entered", member.instance.id)
+            _log.exception("a KV event of %s could not be processed", member.instance.id)
 
 
 def _parts(said: ReceivedBatch) -> Iterator[tuple[Member, EventBatch | None]]:

@@ -143,7 +143,9 @@ class KVEventSubscriber:
                     while not self._room.wait(_LOOK_MS / 1000) and not self._closed:
                         pass
         except Exception:  # noqa: BLE001  a thread that ends says why; requests go on without it
-            _log.exception("KV events are not heard any more; caches are followed by what is sent and reported")
+            _log.exception(
+                "KV events are no longer received; caches are predicted from routed requests and engines' reports"
+            )
         finally:
             for ear in self._ears.values():
                 ear.close()
@@ -162,7 +164,7 @@ class KVEventSubscriber:
             try:
                 self._ears[who] = _PublisherSockets(context, poller, at, lambda batch: self._put(who, batch))
             except zmq.ZMQError as error:
-                _log.warning("cannot listen to the KV events at %s: %s", at.endpoint, error)
+                _log.warning("cannot subscribe to the KV events at %s: %s", at.endpoint, error)
         elif ear is not None and anew:
             ear.stream.restart()
         elif ear is not None:
@@ -270,7 +272,7 @@ class _PublisherSockets:
             self._replay = self._socket(zmq.DEALER)
             self._replay.connect(self._at.replay or "")
         except zmq.ZMQError as error:  # the others are heard all the same
-            _log.warning("cannot ask for KV events at %s: %s", self._at.replay, error)
+            _log.warning("cannot request lost KV events at %s: %s", self._at.replay, error)
             self._hang_up()
             self.stream.on_replay_end()
             return
@@ -287,7 +289,7 @@ class _PublisherSockets:
     def _refuse(self, error: InvalidEvents) -> None:
         self.refused += 1
         if self.refused == 1:
-            _log.warning("%s sends what are no KV events: %s", self._at.endpoint, error)
+            _log.warning("%s sends invalid KV events: %s", self._at.endpoint, error)
 
     def _socket(self, kind: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(kind)

@@ -43,4 +43,4 @@ class UnusedEventsLogger:
         ids, self._ids = self._ids, []
         names = ", ".join(ids[:_NAMED])
         more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-        _log.warning("kv_events of %s%s: nobody listens, %s", names, more, self._why)
+        _log.warning("the kv_events of %s%s are not used, %s", names, more, self._why)

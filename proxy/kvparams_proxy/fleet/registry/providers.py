@@ -68,4 +68,4 @@ async def run_provider(provider: InstanceProvider, registry: Registry) -> AsyncG
 def _report(source: str, task: asyncio.Task[None]) -> None:
     """Logs that a provider has ended, which it never should. Its last set stays in force."""
     if not task.cancelled():
-        _log.error("%s is not followed any more; restart the proxy", source, exc_info=task.exception())
+        _log.error("changes of %s are no longer followed; restart the proxy", source, exc_info=task.exception())

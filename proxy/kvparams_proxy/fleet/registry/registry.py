@@ -106,7 +106,7 @@ class Registry:
         state.refused_count += 1
         state.problems = problems
         for problem in problems:
-            _log.warning("%s is not put to use, the fleet stays as it is: %s", source, problem)
+            _log.warning("%s is not used; the fleet stays unchanged: %s", source, problem)
 
     def drain(self, id: str, on: bool) -> None:
         """Starts or ends draining of an instance. This holds until its source says something else about draining.
@@ -133,12 +133,14 @@ class Registry:
                 entry.id, entry.drain, f"by {source}" if entry.drain else f"its drain was ended by {source}"
             )
         for id in changes.removes:
-            self.fleet.remove(id, f"{source} names it no more")
+            self.fleet.remove(id, f"{source} no longer has it")
             del self._owned[id]
             self._said.pop(id, None)
         for id in changes.conflicts:
             if id not in state.conflicts:
-                _log.warning("%s names %s, which belongs to %s; it is left out", source, id, self._owned[id].source)
+                _log.warning(
+                    "%s has an instance %s that belongs to %s; it is ignored", source, id, self._owned[id].source
+                )
         state.conflicts = changes.conflicts
         return changes
 

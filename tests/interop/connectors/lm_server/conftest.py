@@ -1,4 +1,4 @@
-"""A real `lm://` server for these tests, and stores on it."""
+"""Starts a real `lm://` server for these tests, and opens stores on it."""
 
 from collections.abc import Iterator
 from itertools import count

@@ -1,4 +1,4 @@
-"""The store on an `lm://` server that is killed, stopped or cut off: nothing wrong is read, nothing hangs."""
+"""Tests the store on an `lm://` server that is killed, stopped or cut off: no read is wrong, and no call hangs."""
 
 import struct
 import subprocess

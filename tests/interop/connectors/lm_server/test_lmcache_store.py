@@ -1,4 +1,4 @@
-"""The store on real `lm://` servers: the conformance suite, what its URLs say, and what is its own."""
+"""Tests the store on real `lm://` servers: the conformance suite, its URLs, and its own features."""
 
 import socket
 import threading
@@ -262,7 +262,7 @@ def stranger(answer: bytes) -> Generator[int]:
 def test_something_else_that_listens_is_no_store(tmp_path: Path) -> None:
     """One that answers in its own way, one that closes, a Valkey, one that says nothing, and nobody."""
     page = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
-    for answer, words in ((page, "something else"), (b"", "no lm:// server"), (page[:20], "no lm:// server")):
+    for answer, words in ((page, "not an lm:// server"), (b"", "no lm:// server"), (page[:20], "no lm:// server")):
         with stranger(answer) as port, pytest.raises(StoreError, match=words):
             open_store(f"lmcache://127.0.0.1:{port}?connect_ms=1000")
     with ValkeyServer(tmp_path) as valkey:

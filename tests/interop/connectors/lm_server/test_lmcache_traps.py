@@ -1,6 +1,6 @@
-"""The traps of LMCache's `lm://` server, and what the store makes of them.
+"""Tests how the store avoids the traps of LMCache's `lm://` server.
 
-Each is shown with a bare client first: if a later LMCache has none of them, these tests say so.
+A bare client shows each trap first. If a later LMCache removes a trap, its test fails.
 """
 
 import struct

@@ -1,10 +1,10 @@
-"""For an engine of several ranks on a machine of two cores: whoever waits for another process sleeps a little.
+"""Makes an engine's ranks sleep while they wait, so that other processes of a machine with two cores get a turn.
 
 vLLM's scheduler and ranks wait for each other in loops of `os.sched_yield` (shm_broadcast.py), for a second and longer
-where a transfer is under way. With two ranks bound to two cores nobody else gets a turn then: seen beside three busy
-processes, 2026-11-23, when a Valkey server stood in the kernel's queue for longer than any store is waited for, so that
-what was computed was never stored. No test shows it, as it takes a machine that is full. Python loads this module in
-each process of an engine whose PYTHONPATH has its folder. Nothing else of vLLM is another one than without it.
+while a transfer is under way. Two ranks bound to two cores then leave no time to other processes. This was seen beside
+three busy processes, 2026-11-23: a Valkey server waited in the kernel's queue for longer than any store's deadline, so
+no KV was stored. No test shows it, because it takes a full machine. Python loads this module in each process of an
+engine whose PYTHONPATH has its folder. It changes nothing else of vLLM.
 """
 
 import os

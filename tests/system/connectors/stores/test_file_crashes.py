@@ -1,4 +1,4 @@
-"""The file store between real processes, killed at any moment: no wrong byte, no lost store, no lost room."""
+"""Tests the file store between real processes that are killed at any moment: no wrong byte, and no lost space."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""A store that is away when an engine begins: the engine begins all the same, and uses it as soon as it is there."""
+"""Tests that an engine starts while its store is away, and uses the store as soon as it is there."""
 
 import logging
 import time
@@ -46,7 +46,7 @@ def test_it_costs_nothing_while_it_is_away_and_is_used_when_it_is_there(
         open_store(server.url)
     with caplog.at_level(logging.WARNING):
         store = open_guarded(server.url)
-    assert "until it can be reached everything is computed here" in caplog.text
+    assert "until it can be reached, all KV is computed" in caplog.text
     try:
         store.register(Arena(1 << 20, 1 << 16))
         began = time.monotonic()

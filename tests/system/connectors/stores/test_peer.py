@@ -1,4 +1,4 @@
-"""The peer store: the conformance suite alone and through the network, leases, hints, whom it asks, secrets."""
+"""Tests the peer store: the conformance suite alone and over the network, leases, hints, allowed peers, secrets."""
 
 import time
 from collections.abc import Iterator
@@ -82,13 +82,13 @@ def test_a_rank_without_a_port_is_refused() -> None:
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("peer://", "does not say where to listen"),
+        ("peer://", "has no address to listen on"),
         ("peer://127.0.0.1:70000", "is not a host and a port"),
-        ("peer://127.0.0.1/path", "does not say where to listen"),
-        ("peer://user@127.0.0.1:1", "has a user or a password before its host"),
+        ("peer://127.0.0.1/path", "has no address to listen on"),
+        ("peer://user@127.0.0.1:1", "has a user or password before the host"),
         ("peer://127.0.0.1?sise=1GiB", "unknown setting sise"),
-        ("peer://10.0.0.5:7400", "whom may it ask"),
-        ("peer://0.0.0.0:7400?peers=10.0.0.0/8", "say with local="),
+        ("peer://10.0.0.5:7400", "peers is missing"),
+        ("peer://0.0.0.0:7400?peers=10.0.0.0/8", "set local="),
         ("peer://127.0.0.1?local=a/b", "local=a/b"),
         ("peer://127.0.0.1?peers=10.0.0.0/33", "no network, address or name"),
         ("peer://127.0.0.1?peers=10.0.0.1/8", "no network, address or name"),
@@ -148,13 +148,13 @@ def test_what_the_doctor_hears(opened: list[KVStore], tmp_path: Path) -> None:
     assert [advice.level for advice in advice_from_store(guarded)] == ["ok"]
     seen = list(examine_store("peer://127.0.0.1?size=64MiB"))
     assert "error" not in [advice.level for advice in seen]
-    assert "no other process sees what is stored here" not in [advice.finding for advice in seen]
-    assert "no other process sees what is stored here" in [one.finding for one in examine_store("memory:?size=64MiB")]
+    assert "no other process can read this store" not in [advice.finding for advice in seen]
+    assert "no other process can read this store" in [one.finding for one in examine_store("memory:?size=64MiB")]
 
 
 def test_a_secret_with_an_engine_that_asks_for_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x" * 32)
-    with pytest.raises(StoreError, match="protects nothing with transport=mooncake"):
+    with pytest.raises(StoreError, match="does not protect transport=mooncake"):
         open_store(f"peer://127.0.0.1?transport=mooncake&secret_file={tmp_path}/secret")
 
 

@@ -1,4 +1,4 @@
-"""Connecting to a name, as every store with a connection does: the look-up and all addresses together are bounded."""
+"""Tests that connecting to a name is bounded: the look-up and all addresses share one deadline, in every store."""
 
 import socket
 import threading

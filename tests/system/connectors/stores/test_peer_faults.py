@@ -1,4 +1,4 @@
-"""Peers that die, stop, restart, lie or are cut off: nothing wrong is read, nothing hangs, nothing stays pinned."""
+"""Tests peers that die, stop, restart, lie or are cut off: no wrong byte, no hang, no leftover pin."""
 
 import socket
 import struct

@@ -1,4 +1,4 @@
-"""The memory that peers read from, when it is full of leases, and what is counted as pinned."""
+"""Tests the memory that peers read from, when it is full of leases, and the count of pinned bytes."""
 
 import threading
 import time

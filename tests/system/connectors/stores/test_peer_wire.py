@@ -1,4 +1,4 @@
-"""What peers say to each other, byte by byte: it comes back as it was sent, and nonsense is an error, never more."""
+"""Tests the peer protocol byte by byte: every message round-trips, and nonsense is an error."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""A value that its reader finds damaged goes from the tiers that have those bytes, and from no other."""
+"""Tests that a damaged value is deleted from the tiers that have those bytes, and from no other."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""In which order a batch is worked off, against a server that follows a script."""
+"""Tests the order in which a batch is processed, against a server that follows a script."""
 
 import socket
 import threading

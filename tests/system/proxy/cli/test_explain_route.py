@@ -1,4 +1,4 @@
-"""`kvparams explain-route` and what it asks: where a request would go, and nothing happens."""
+"""Tests `kvparams explain-route` and its endpoint: it names the route of a request and sends nothing."""
 
 import argparse
 import asyncio
@@ -72,7 +72,9 @@ async def test_what_cannot_be_explained_is_refused_in_words(aware: Proxy, stub: 
     blind = await proxy(
         *urls(stub), policy="least_load", admin_token=Secret("secret"), body=JSONLimits(max_bytes=100_000)
     )
-    assert "least_load does not look" in await explain(blind, {"model": "stub", "prompt": PROMPT}, "", 400)
+    assert "least_load does not use engines' caches" in await explain(
+        blind, {"model": "stub", "prompt": PROMPT}, "", 400
+    )
     assert "larger than 100000 bytes" in await explain(blind, {"prompt": "x" * 100_000}, "", 413)
 
 
@@ -92,7 +94,7 @@ async def test_the_command_asks_and_tells(aware: Proxy, tmp_path: Path, capsys: 
     status, said = await run("--request", str(tmp_path / "body"))
     assert status == 0, said
     assert "-> prefill-" in said.replace("->prefill", "-> prefill")
-    assert "641 tokens, ids by client" in said
+    assert "641 tokens, with ids from client" in said
     status, said = await run("--prompt", "Who is there?", "--model", "stub", "--json")
     assert (status, json.loads(said)["ids"]) == (0, "bytes")
     status, said = await run("--prompt", "x", "--path", "/nowhere")

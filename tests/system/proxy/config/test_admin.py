@@ -1,4 +1,4 @@
-"""The admin API on a running proxy: who may use it, what it changes, and that requests do as it says."""
+"""Tests the admin API on a running proxy: who may use it, what it changes, and that requests follow the change."""
 
 import asyncio
 import json
@@ -172,12 +172,12 @@ async def test_what_is_wrong_with_an_instance_is_said_at_once(start: StartAdmin)
         assert said in message
     for member, value in (("key_file", "/etc/passwd"), ("key_env", "HOME"), ("tls", {"ca": "/etc/passwd"})):
         message = await admin.refused("POST", "/instances", good | {member: value})
-        assert f"{member}: is not taken over the network" in message
+        assert f"{member}: is not accepted by the admin API" in message
     for body in (b"", b"[]", b"{", b'{"id":"a","id":"b"}', b'{"id":NaN}', b"[" * 50_000):
         await admin.refused("POST", "/instances", body)
     assert "65536 bytes" in await admin.refused("POST", "/instances", b" " * 70_000, expect=413)
     await admin.ask("POST", "/instances", good, expect=201)
-    assert "already, named by admin" in await admin.refused("POST", "/instances", good, expect=409)
+    assert "from admin exists already" in await admin.refused("POST", "/instances", good, expect=409)
     assert "id: cannot be changed" in await admin.refused("PATCH", "/instances/x", {"id": "y"})
     assert "drain: must be" in await admin.refused("PATCH", "/instances/x", {"drain": "yes"})
     assert "role: must be" in await admin.refused("PATCH", "/instances/x", {"role": None, "url": ELSEWHERE})
@@ -223,7 +223,7 @@ async def test_nobody_is_found_under_a_wrong_id(start: StartAdmin) -> None:
 async def test_what_others_have_named_is_theirs(start: StartAdmin) -> None:
     _, admin = await start()
     mine = {"id": "prefill-0", "url": ELSEWHERE, "role": "prefill"}
-    assert "named by flags" in await admin.refused("POST", "/instances", mine, expect=409)
+    assert "from flags exists already" in await admin.refused("POST", "/instances", mine, expect=409)
     assert "belongs to flags" in await admin.refused("DELETE", "/instances/prefill-0", expect=409)
     assert "belongs to flags" in await admin.refused("PATCH", "/instances/prefill-0", {"url": ELSEWHERE}, expect=409)
     assert (await admin.ask("GET", "/instances/prefill-0"))["url"] != ELSEWHERE

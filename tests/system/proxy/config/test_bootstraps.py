@@ -1,4 +1,4 @@
-"""Prefill engines with a bootstrap server: asked between probes who they are, given no work before they are known."""
+"""Tests prefill engines with a bootstrap server: probes ask for their identity, and unknown ones get no work."""
 
 import asyncio
 import json
@@ -156,9 +156,9 @@ async def test_without_it_the_engine_is_given_no_work_and_the_log_says_why(
     assert (got.status_code, found.prefill.bodies) == (503, [])
     assert "prefill" in got.json()["error"]["message"]
     assert found.bootstrap.url not in got.text
-    said = [one for one in caplog.messages if "is given no work" in one]
+    said = [one for one in caplog.messages if "gets no requests" in one]
     await asyncio.sleep(0.5)
-    assert said == [one for one in caplog.messages if "is given no work" in one], "said once"
+    assert said == [one for one in caplog.messages if "gets no requests" in one], "said once"
     assert len(said) == 1
     if broken == "gone":
         await found.bootstrap.begin()
@@ -200,8 +200,11 @@ def test_where_it_is_is_one_setting() -> None:
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ('{id: p, url: "http://h:1", role: decode, bootstrap: "http://h:2"}', "is for prefill engines"),
-        ('{id: p, url: "http://h:1", role: prefill, connector: nixl, bootstrap: "http://h:2"}', "nixl has no such"),
+        ('{id: p, url: "http://h:1", role: decode, bootstrap: "http://h:2"}', "is only for prefill engines"),
+        (
+            '{id: p, url: "http://h:1", role: prefill, connector: nixl, bootstrap: "http://h:2"}',
+            "nixl has no bootstrap server",
+        ),
         ('{id: p, url: "http://h:1", role: prefill, bootstrap: "h:2"}', "must be http://host:port"),
     ],
 )
@@ -229,9 +232,9 @@ def test_flags_say_it_by_the_engines_name() -> None:
         "q": "http://p:8999",
         "decode-0": None,
     }
-    assert "no --prefill engine is called 'x'" in problems(*engines, "--bootstrap", "x=http://p:8999")
+    assert "there is no --prefill engine with the name 'x'" in problems(*engines, "--bootstrap", "x=http://p:8999")
     assert "--bootstrap: must be NAME=http://host:port" in problems(*engines, "--bootstrap", "http://p:8999")
-    assert "nixl has no such server" in problems("--prefill", "q=http://p:2", "--bootstrap", "q=http://p:8999")
+    assert "nixl has no bootstrap server" in problems("--prefill", "q=http://p:2", "--bootstrap", "q=http://p:8999")
 
 
 def test_rules_that_know_no_dialects_know_no_bootstrap_servers() -> None:

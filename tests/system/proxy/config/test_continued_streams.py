@@ -1,5 +1,7 @@
-"""A decode engine fails in the middle of a stream: an error event; or with continuation another one goes on, and the
-client does not notice."""
+"""Tests a decode engine that fails in the middle of a stream.
+
+The client gets an error event; with continuation, another engine goes on, and the client does not notice.
+"""
 
 import asyncio
 import json

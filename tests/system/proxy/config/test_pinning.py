@@ -1,5 +1,7 @@
-"""An engine that names an address which is not its own: decode is not told, the client learns which engine's fault it
-is and no address, and what can be given back is."""
+"""Tests an engine that names an address that is not its own.
+
+Decode is not told. The client learns which engine is at fault, and no address. KV that can be released is released.
+"""
 
 import asyncio
 import json

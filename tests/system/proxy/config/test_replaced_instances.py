@@ -1,4 +1,4 @@
-"""An engine's name that is another engine's by the time a leg is sent: the leg goes where it was meant for."""
+"""Tests that a leg goes to the engine that was chosen, even if its name has passed to another engine meanwhile."""
 
 import asyncio
 from contextlib import AsyncExitStack

@@ -1,5 +1,7 @@
-"""SGLang's engines, which wait for one another in a room of prefill's bootstrap server: acted, each leg until both are
-there. In every mode both are sent at once, and told the same."""
+"""Tests acted SGLang engines, which wait for each other in a room of prefill's bootstrap server.
+
+In every mode both legs are sent at once, with equal parameters.
+"""
 
 import asyncio
 import json
@@ -246,7 +248,7 @@ async def test_what_a_client_says_of_rooms_reaches_no_engine(pairs: Start) -> No
     [
         (b'{"0": {"engine_id": "a"}}', "is it that of an SGLang prefill engine"),
         (b"[]", "is it that of an SGLang prefill engine"),
-        (b"Missing inputs", "answers no JSON"),
+        (b"Missing inputs", "does not answer with JSON"),
     ],
 )
 async def test_an_engine_whose_bootstrap_server_says_otherwise_is_given_no_work(

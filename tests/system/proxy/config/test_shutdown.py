@@ -1,4 +1,4 @@
-"""How the proxy ends: it says so first, loses no request within its grace, and tells those that it has to cut."""
+"""Tests a shutdown: the proxy announces it, loses no request within its grace period, and tells those that it cuts."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a proxy with signing keys sends: every leg and every release is signed, and the keys change while it runs."""
+"""Tests a proxy with signing keys: every leg and every release is signed, and the keys change while it runs."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""KV events that are declared and that nobody hears: it is said, or refused, whoever has declared them."""
+"""Tests that KV events that are declared but have no subscriber are refused or logged, whatever declares them."""
 
 import logging
 import sys
@@ -62,18 +62,18 @@ async def test_a_policy_that_does_not_look_at_them_is_named(
 ) -> None:
     running = await started(stub, proxy, file, "least_load")
     assert said() == [
-        "kv_events of filed: nobody listens, since the policy least_load does not look at what engines have cached; "
+        "the kv_events of filed are not used, because the policy least_load does not use engines' caches; "
         "--policy cache_aware does"
     ]
     assert (await added(running))[0] == 201
-    assert said()[1].startswith("kv_events of added: nobody listens")
+    assert said()[1].startswith("the kv_events of added are not used")
     rewrite(file, f"instances:\n{LINE % 'filed'}{(LINE % 'later').replace(':9', ':11')}")
 
     async def third() -> bool:
         return len(said()) == 3
 
     await until(third)
-    assert said()[2].startswith("kv_events of later: "), "who was there already is not named again"
+    assert said()[2].startswith("the kv_events of later are "), "who was there already is not named again"
 
 
 async def test_a_policy_that_looks_at_them_is_no_matter(
@@ -105,7 +105,7 @@ async def test_without_what_they_need_an_entry_is_refused(
 
     await until(refused)
     assert said()[0].startswith(
-        "file is not put to use, the fleet stays as it is: line 2: instances[0].kv_events: needs pyzmq"
+        "file is not used; the fleet stays unchanged: line 2: instances[0].kv_events: needs pyzmq"
     )
 
 
@@ -115,7 +115,7 @@ async def test_who_was_not_asked_first_is_told_in_the_log(
     monkeypatch.setitem(sys.modules, "kvparams_proxy.fleet.kv_events.consumer", None)  # as if pyzmq were not there
     await started(stub, proxy, file, "cache_aware")
     [line] = said()
-    assert line.startswith("kv_events of filed: nobody listens, since that needs pyzmq and msgspec: pip install")
+    assert line.startswith("the kv_events of filed are not used, since that needs pyzmq and msgspec: pip install")
 
 
 def test_a_large_fleet_is_one_line(said: Callable[[], list[str]]) -> None:
@@ -131,4 +131,4 @@ def test_a_large_fleet_is_one_line(said: Callable[[], list[str]]) -> None:
         fleet.add(Instance(f"p{number}", "1", Role.PREFILL, f"http://h{number}", "nixl", kv_events=events))
     [say] = turns
     say()
-    assert said() == ["kv_events of p1, p3, p5, p7, p9 and 45 more: nobody listens, for no reason"]
+    assert said() == ["the kv_events of p1, p3, p5, p7, p9 and 45 more are not used, for no reason"]

@@ -1,4 +1,4 @@
-"""Long answers of engines are read in steps: they are corrected as short ones are, and hold up nobody."""
+"""Tests that long answers are read in steps: they are corrected as short ones are, and delay no other request."""
 
 import asyncio
 import json

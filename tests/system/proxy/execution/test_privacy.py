@@ -1,4 +1,4 @@
-"""What engines say of themselves does not reach clients; what is the clients' own or the model's does."""
+"""Tests that engines' internals do not reach clients, and that clients' own and the model's data do."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a request had is gone with it, however it ended: nothing waits for the garbage collector."""
+"""Tests that a request's objects are freed when it ends, without the garbage collector."""
 
 import asyncio
 import gc

@@ -1,4 +1,4 @@
-"""A start that fails, at whatever step, closes everything that it has opened."""
+"""Tests that a start that fails at any step closes everything that it has opened."""
 
 import ast
 import asyncio

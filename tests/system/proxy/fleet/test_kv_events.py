@@ -1,4 +1,4 @@
-"""Engines' KV events: the order in which a publisher said them, over real sockets, and what the proxy makes of them."""
+"""Tests engines' KV events: their order over real sockets, and what the proxy makes of them."""
 
 import asyncio
 import socket
@@ -343,7 +343,7 @@ async def test_what_is_no_event_costs_itself_alone(at: tuple[int, int], caplog: 
             async with asyncio.timeout(20):
                 while not site.events.stats()["p0"].refused:  # noqa: ASYNC110  nobody tells
                     await asyncio.sleep(0.01)
-            assert "no KV events" in caplog.text
+            assert "invalid KV events" in caplog.text
             publisher.say(stored(PROMPT[:640]))
             await site.becomes(640)
 
@@ -408,7 +408,7 @@ async def test_an_engine_that_cannot_be_asked_again_keeps_nobody_else_from_being
             site.fleet.record_probe(member, True, frozenset(("m",)), None, None, "m")
 
             async def tried() -> bool:
-                return "cannot ask for KV events" in caplog.text
+                return "cannot request lost KV events" in caplog.text
 
             await until(tried)
             publisher.say(stored(PROMPT[:320]))
@@ -452,7 +452,7 @@ async def test_a_fault_in_entering_costs_that_event_alone(
             publisher.say(stored(PROMPT[:64]))
 
             async def failed() -> bool:
-                return "could not be entered" in caplog.text
+                return "could not be processed" in caplog.text
 
             await until(failed)
             publisher.say(stored(PROMPT[:320]))

@@ -1,4 +1,4 @@
-"""What the proxy believes of prefix caches: against caches that are known, and through the whole proxy."""
+"""Tests the proxy's model of prefix caches, against known caches and through the whole proxy."""
 
 import json
 import logging

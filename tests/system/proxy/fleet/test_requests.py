@@ -1,4 +1,4 @@
-"""One request through the proxy: what engines receive, what clients get."""
+"""Tests one request through the proxy: the legs that engines receive, and the answer that the client gets."""
 
 import json
 from typing import Any
@@ -192,7 +192,7 @@ async def test_methods_slashes_and_encodings_are_refused_in_words(stubbed: Any) 
     assert (await stubbed.client.get("/v1/models/")).status_code == 404
     packed = await stubbed.client.post("/v1/completions", content=b"\x1f\x8b", headers={"content-encoding": "gzip"})
     assert packed.status_code == 415
-    assert "content-encoding" in packed.json()["error"]["message"]
+    assert "Content-Encoding" in packed.json()["error"]["message"]
 
 
 async def test_a_fault_before_the_first_leg_is_answered_and_holds_nothing(

@@ -1,4 +1,4 @@
-"""What the log says of engines: each change of state once, with its evidence, whoever noticed it first."""
+"""Tests the log of engine states: each change appears once, with its evidence, whichever part noticed it."""
 
 import asyncio
 import logging
@@ -120,7 +120,7 @@ def test_what_the_operator_does_is_told_until_the_last_leg_has_ended(lines: Line
     rig.fleet.drain("d0", True, "by file")
     rig.fleet.drain("d0", False, "its drain was ended by file")
     taken = rig.take()
-    rig.fleet.remove("d0", "file names it no more")
+    rig.fleet.remove("d0", "file no longer has it")
     rig.fleet.release(taken, FACTS)
     assert lines()[before:] == [
         "I decode d0 is draining: by the admin API",
@@ -128,7 +128,7 @@ def test_what_the_operator_does_is_told_until_the_last_leg_has_ended(lines: Line
         "I decode d0 is ready: its drain was ended by the admin API",
         "I decode d0 is drained: by file",
         "I decode d0 is ready: its drain was ended by file",
-        "I decode d0 is leaving: file names it no more",
+        "I decode d0 is leaving: file no longer has it",
         "I decode d0 has left: its last leg has ended",
     ]
 
@@ -157,12 +157,12 @@ def test_who_answers_and_gets_no_work_is_told_of_with_each_reason(lines: Lines) 
     rig = Rig()
     member = rig.ready()
     before = len(lines())
-    for why in ("it refuses the proxy's credentials (401)", "no version of the protocol is spoken by both"):
+    for why in ("it refuses the proxy's API key (401)", "no version of the protocol is spoken by both"):
         rig.learn(member, False, why, answers=True)
         rig.learn(member, False, why, answers=True)
     assert lines()[before:] == [
-        "W decode d0 is given no work: it refuses the proxy's credentials (401)",
-        "W decode d0 is given no work: no version of the protocol is spoken by both",
+        "W decode d0 gets no requests: it refuses the proxy's API key (401)",
+        "W decode d0 gets no requests: no version of the protocol is spoken by both",
     ]
 
 
@@ -176,7 +176,7 @@ def test_a_pair_that_fails_is_told_of_once_and_when_it_works(lines: Lines) -> No
     rig.fleet.record_success(decode.instance, prefill.instance)
     assert lines()[before:] == [
         "W decode d0 with the KV of prefill p0 fails (a leg was answered 500); "
-        "they are not chosen together for 4.0 s where others can be",
+        "the two are not paired for 4.0 s if there are others",
         "I decode d0 with the KV of prefill p0 works again",
     ]
 

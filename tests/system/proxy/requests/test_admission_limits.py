@@ -1,4 +1,4 @@
-"""Limits and drains, from a client's side: who waits, in which order, and what one is told who may not."""
+"""Tests limits and drains as a client sees them: who waits, in which order, and what a refusal says."""
 
 import asyncio
 import json
@@ -116,7 +116,7 @@ async def test_decode_is_not_waited_for_longer_than_there_is_kv(stage: StartStag
     await until(computed_again)
     late = await second
     assert (late.status_code, late.json()["error"]["code"]) == (503, "kv_expired")
-    assert "given up" in late.json()["error"]["message"]
+    assert "the KV expired" in late.json()["error"]["message"]
     decode.held.set()
     assert (await first[0]).status_code == 200
     assert await found.settled()

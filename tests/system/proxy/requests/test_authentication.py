@@ -1,4 +1,4 @@
-"""Clients' keys: who has one is known, who has none learns nothing; and a tenant's cache is its own."""
+"""Tests clients' keys: the proxy knows their holders, tells others nothing, and keeps tenants' caches apart."""
 
 import asyncio
 import json

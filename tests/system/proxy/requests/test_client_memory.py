@@ -1,4 +1,4 @@
-"""What the proxy holds of its clients' bodies: released when they leave, joined when they come in crumbs, bounded."""
+"""Tests the memory for clients' bodies: it is bounded, small reads are joined, and leaving clients free it."""
 
 import asyncio
 import json
@@ -111,7 +111,7 @@ def test_pieces_are_joined_and_the_budget_is_exact() -> None:
     for _ in range(30):
         body.add(b"ab")
     other = RequestBody(80, budget)
-    with pytest.raises(ProxyError, match="as many bytes"):
+    with pytest.raises(ProxyError, match="memory limit"):
         other.add(b"x" * 41)
     other.add(b"x" * 40)
     assert (budget.held_bytes, budget.refused) == (100, 1)

@@ -1,4 +1,4 @@
-"""Long bodies are read in steps: what is found is what the other reader finds, and nobody waits for it meanwhile."""
+"""Tests that long bodies are read in steps, with the results of the other reader, while other requests go on."""
 
 import asyncio
 import json

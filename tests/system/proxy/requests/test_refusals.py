@@ -1,4 +1,4 @@
-"""What the edge refuses, with a clear 4xx, and what it lets through."""
+"""Tests which requests the edge refuses, with a clear 4xx, and which it lets through."""
 
 import asyncio
 import json

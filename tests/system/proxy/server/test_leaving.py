@@ -1,4 +1,4 @@
-"""Clients that leave or are slow: engines hear of it at once, nothing is left, memory stays where it is."""
+"""Tests clients that leave or are slow: engines hear of it at once, nothing is left, and memory does not grow."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Requests that a client sends behind another one, on the same connection, before that one is answered."""
+"""Tests requests that a client sends behind another one, on the same connection, before its answer."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""TLS on both sides: who can show who it is is spoken to, nobody else; and what is wrong with a file is said."""
+"""Tests TLS on both sides: peers without a valid certificate are refused, and faults of files are described."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What Prometheus sees: that it is right, that it can be read, that a client cannot fill it."""
+"""Tests that Prometheus metrics are right, are readable, and cannot be filled by a client."""
 
 import asyncio
 import re

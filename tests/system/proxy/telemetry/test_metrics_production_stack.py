@@ -1,4 +1,4 @@
-"""Gauges under production-stack's names: means of the last minute, from sums that only grow, on a test's own clock."""
+"""Tests gauges under production-stack's names: means of the last minute, on a test's own clock."""
 
 import time
 from collections.abc import Iterator

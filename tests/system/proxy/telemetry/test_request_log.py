@@ -1,4 +1,4 @@
-"""The request log: one line for each request, nothing in it that should not be, and nothing that holds up the proxy."""
+"""Tests the request log: it has one line per request, no private data, and does not delay the proxy."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Traces: whose child a leg is, what an engine is told, what arrives at a collector."""
+"""Tests traces: the parent of each leg, what an engine is told, and what arrives at a collector."""
 
 import asyncio
 import json

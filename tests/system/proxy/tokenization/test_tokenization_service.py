@@ -1,4 +1,4 @@
-"""Who is asked for the token ids of a prompt, and what comes of it when that does not work."""
+"""Tests which engine is asked for a prompt's token ids, and the fallback when that fails."""
 
 import asyncio
 import json
@@ -343,7 +343,7 @@ async def test_nothing_is_told_by_a_lane_that_was_closed() -> None:
     [
         ("tokenizer.json", None, "cannot be read"),
         ("tokenizer.json", "{}", "not a tokenizer"),
-        ("tokenizer_config.json", "[]", "no object"),
+        ("tokenizer_config.json", "[]", "not a JSON object"),
         ("tokenizer_config.json", "{", "cannot be read"),
         ("tokenizer_config.json", '{"chat_template": [{}]}', "chat_template"),
         ("chat_template.jinja", "{% if %}", "chat template"),

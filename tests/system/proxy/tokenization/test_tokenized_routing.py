@@ -1,4 +1,4 @@
-"""Token ids on their way into a decision: policies see them, engines and documents do not."""
+"""Tests that routing policies see token ids, and that engines and documents do not."""
 
 import asyncio
 import json

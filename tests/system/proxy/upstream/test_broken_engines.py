@@ -1,4 +1,4 @@
-"""Engines that misbehave: the client always learns it, nothing hangs, nothing is left in flight."""
+"""Tests engines that misbehave: the client always learns it, nothing hangs, and nothing is left in flight."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The connections to one engine: what is counted is given back, what waited too long is not tried."""
+"""Tests the connections to one engine: each count is given back, and an expired waiter is not tried."""
 
 import asyncio
 from typing import Any

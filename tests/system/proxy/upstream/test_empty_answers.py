@@ -1,4 +1,4 @@
-"""An answer in which nothing stands is none, whatever its status: another engine is asked, or the client is told."""
+"""Tests that an empty answer is a failure, whatever its status: another engine is asked, or the client is told."""
 
 import asyncio
 import json

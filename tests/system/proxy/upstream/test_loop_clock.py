@@ -1,4 +1,4 @@
-"""Time in which the proxy itself was busy is not an engine's: probes, legs and connections do not time out by it."""
+"""Tests that probes, legs and connections do not time out because the proxy itself was busy."""
 
 import asyncio
 import socket

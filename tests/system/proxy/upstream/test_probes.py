@@ -1,4 +1,4 @@
-"""What the proxy finds out about its engines, and what engines cannot do to it meanwhile."""
+"""Tests what probes find out about engines, and that a misbehaving engine cannot harm the prober."""
 
 import argparse
 import asyncio
@@ -149,7 +149,7 @@ async def test_an_engine_that_refuses_its_key_is_not_ready_and_that_is_said_once
         await proxied.until(lambda: asked > 3)
         assert proxied.ready == [False]
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        f"prefill p0 is given no work: it refuses the proxy's credentials ({status})"
+        f"prefill p0 gets no requests: it refuses the proxy's API key ({status})"
     ]
     assert await ready(url) == [True]
 
@@ -359,7 +359,7 @@ def test_what_cannot_be_an_engine_is_refused_before_anything_starts(
     parser = argparse.ArgumentParser()
     COMMAND.add_arguments(parser)
     assert COMMAND.run(parser.parse_args(given)) == 2
-    assert "--prefill, the 1. time: [NAME=]URL must be" in capsys.readouterr().err
+    assert "--prefill number 1: [NAME=]URL must be" in capsys.readouterr().err
 
 
 class CountingPool(UpstreamConnectionPool):

@@ -1,4 +1,4 @@
-"""`kvparams doctor`: what is wrong is found, and every line that is not `ok` says what to do."""
+"""Tests that `kvparams doctor` finds faults, and that every line that is not `ok` names a remedy."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_a_good_store_has_nothing_but_ok(tmp_path: Path, capsys: pytest.CaptureF
     assert main(["doctor", f"file://{tmp_path}/store?size=32MiB"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("this machine\n")
-    assert "came back whole, and was deleted" in said
+    assert "came back unchanged, and was deleted" in said
     assert "GB/s with pages of" in said
     assert "a lookup of 1000 keys takes" in said
     assert "ERROR" not in said
@@ -61,7 +61,7 @@ def test_engines_of_a_fleet_are_held_against_what_is_declared(
     said = capfd.readouterr()
     assert f"\n{path}\n" in said.out
     assert "p" in said.out.split(str(path))[1]
-    assert "1 thing is wrong" in said.err
+    assert "1 error found" in said.err
 
 
 def test_a_file_that_is_no_fleet_is_wrong(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ def test_the_doctor_deletes_what_it_put(opened_as: Callable[[KVStore], None]) ->
     [
         ("put", Fault("fail", code=ResultCode.FULL), "no room"),
         ("put", Fault("fail", code=ResultCode.DENIED), "password_file"),
-        ("put", Fault("drop"), "lost at once"),
+        ("put", Fault("drop"), "loses values at once"),
         ("exists", Fault("fail", code=ResultCode.TIMEOUT), "too slow or stopped"),
         ("get", Fault("flip", at=8 * 5000), "changes bytes"),
         ("get", Fault("truncate", at=100), "ended with ok, 100 bytes"),
@@ -114,10 +114,10 @@ def test_a_store_that_cannot_be_opened_is_an_error_and_the_others_are_examined(
     said = capsys.readouterr()
     assert "cannot open /nowhere/x" in said.out
     assert said.out.count("lmcache-mp, memory") == 1  # those that are known, once
-    for todo in ("correct the word before the colon", "start the server, and see"):
+    for todo in ("correct the word before the colon", "start the server, and check"):
         assert said.out.count(todo) == 1
-    assert "came back whole" in said.out
-    assert said.err == "kvparams doctor: 3 things are wrong\n"
+    assert "came back unchanged" in said.out
+    assert said.err == "kvparams doctor: 3 errors found\n"
 
 
 def test_what_the_store_knows_of_its_settings_is_told(opened_as: Callable[[KVStore], None]) -> None:

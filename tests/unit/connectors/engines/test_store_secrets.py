@@ -1,4 +1,4 @@
-"""A secret that stands in a store's URL, where it does not belong, is shown by nothing that speaks of the store."""
+"""Tests that messages about a store never show a secret that was misplaced in its URL."""
 
 import logging
 import traceback

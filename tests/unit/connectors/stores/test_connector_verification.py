@@ -1,4 +1,4 @@
-"""A store may say that a value has arrived, and a page is verified there and then: whoever says so answers for it."""
+"""Tests that a page is verified when its store reports its arrival, and that the store answers for that report."""
 
 from pathlib import Path
 

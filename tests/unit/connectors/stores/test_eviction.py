@@ -1,4 +1,4 @@
-"""The order in which a memory store gives values up: a scan passes through, and no sequence loses its head first."""
+"""Tests a memory store's eviction order: a scan does not displace hot values, and no sequence loses its head first."""
 
 from pathlib import Path
 

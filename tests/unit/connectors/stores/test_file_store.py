@@ -1,4 +1,4 @@
-"""The file store's file: what is opened, what is refused, and what a stopped neighbour can do."""
+"""Tests the file of the file store: what is opened, what is refused, and the effect of a stopped process."""
 
 import fcntl
 import os
@@ -63,7 +63,7 @@ def test_an_existing_store_is_opened_as_it_is(path: Path) -> None:
 
 @pytest.mark.parametrize(("size", "unit"), [(2 * SIZE, None), (None, 8192), (SIZE - 1, 4096)])
 def test_an_existing_store_of_another_size_is_refused_and_stays(path: Path, size: int | None, unit: int | None) -> None:
-    with pytest.raises(StoreError, match="exists with"):
+    with pytest.raises(StoreError, match="remove the setting"):
         FileStore(path, size, unit_bytes=unit)
     store = FileStore(path)
     assert has(store, "key")
@@ -83,7 +83,7 @@ def test_a_file_that_is_no_store_is_refused_and_stays(tmp_path: Path) -> None:
     path = tmp_path / "letter"
     for content in (b"Dear Sir or Madam", b"x" * 100_000, b"KVPFILE"):
         path.write_bytes(content)
-        with pytest.raises(StoreError, match="no store"):
+        with pytest.raises(StoreError, match="not a store"):
             FileStore(path, SIZE)
         assert path.read_bytes() == content
 
@@ -132,7 +132,7 @@ def test_a_disk_that_is_too_small_is_an_error_at_creation(tmp_path: Path) -> Non
 
 
 def test_a_size_without_room_for_one_unit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="no room for one unit"):
+    with pytest.raises(StoreError, match="too small for one unit"):
         FileStore(tmp_path / "store", 8192, unit_bytes=4096)
 
 

@@ -1,4 +1,4 @@
-"""A store that fails costs its deadline a few times and then nothing; damaged values are not asked for again."""
+"""Tests that a failing store costs its deadline a few times and then nothing, and that damaged values are skipped."""
 
 import threading
 import time

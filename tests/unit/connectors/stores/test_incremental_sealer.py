@@ -1,4 +1,4 @@
-"""A page that is sealed while others go: the same bytes as of one that is sealed at once, and nobody waits for it."""
+"""Tests that a page sealed during a transfer has the bytes of one sealed at once, and delays no other page."""
 
 import socket
 import threading

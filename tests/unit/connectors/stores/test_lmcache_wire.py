@@ -1,4 +1,4 @@
-"""The codec of the `lm://` protocol: against LMCache's own classes, and against bytes that are no replies."""
+"""Tests the codec of the `lm://` protocol, against LMCache's own classes and against bytes that are no replies."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Any store behaves as a dict with a capacity and an order, under any sequence of operations."""
+"""Tests that any store behaves as a dict with a capacity and an order, under any sequence of operations."""
 
 import re
 import shutil

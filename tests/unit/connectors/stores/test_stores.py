@@ -1,4 +1,4 @@
-"""The stores that are shipped, held to the conformance suite, and what their URLs say."""
+"""Tests the shipped stores with the conformance suite, and the parsing of their URLs."""
 
 import re
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Several stores as one: every key from the first tier that has it, and no tier's trouble is another's."""
+"""Tests several stores as one: every key comes from the first tier that has it, and tiers fail independently."""
 
 import threading
 import time
@@ -554,11 +554,11 @@ def test_the_example_in_the_documentation_is_a_url() -> None:
     ("settings", "words"),
     [
         ({}, "no tier"),
-        ({"l1": "memory:"}, "l1 and so on|names l1"),
-        ({"l1": "memory:", "l3": "file:///tmp/x"}, "names l1, l3"),
-        ({"l2": "memory:", "l3": "file:///tmp/x"}, "names l2, l3"),
+        ({"l1": "memory:"}, "l1, l2 and so on|has l1"),
+        ({"l1": "memory:", "l3": "file:///tmp/x"}, "has l1, l3"),
+        ({"l2": "memory:", "l3": "file:///tmp/x"}, "has l2, l3"),
         ({"l1": "memory:?size=1MiB", "l2": "memory:?size=2MiB"}, "same"),
-        ({"l1": "memory:", "l2": "tiered:?l1=memory%3A"}, "tiered itself"),
+        ({"l1": "memory:", "l2": "tiered:?l1=memory%3A"}, "itself a tiered store"),
         ({"l1": "memory:", "l2": "file:///tmp/x", "write": "around"}, "through, back"),
         ({"l1": "memory:", "l2": "file:///tmp/x", "promote": "true"}, "yes, no"),
         ({"l1": "memory:", "l2": "file:///tmp/x", "staging": "0"}, "not a size"),
@@ -575,7 +575,7 @@ def test_a_url_that_cannot_be_meant_is_refused_in_words(settings: dict[str, str]
 
 
 def test_a_place_is_refused() -> None:
-    with pytest.raises(StoreError, match="place"):
+    with pytest.raises(StoreError, match="host or path"):
         open_store("tiered://host?l1=memory%3A&l2=file%3A%2F%2F%2Ftmp%2Fx")
 
 

@@ -1,4 +1,4 @@
-"""A tiered store whose tiers fail at random, against a plain oracle: no wrong byte, no lost result, nothing hangs."""
+"""Tests a tiered store whose tiers fail at random against an oracle: no wrong byte, no lost result, no hang."""
 
 import time
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Replies from a stream that is cut anywhere, and from a peer that lies; keys' slots and redirects. No server."""
+"""Tests Valkey replies from cut streams and lying peers, slots of keys, and redirects, without a server."""
 
 import tracemalloc
 from collections.abc import Callable

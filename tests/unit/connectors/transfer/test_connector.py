@@ -1,4 +1,4 @@
-"""The connector: what it saves is what stood in the blocks, and it is found again by whoever may find it."""
+"""Tests the connector: it saves the content of the blocks, and engines that may find it do."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What a connector may choose: saves that must get through, loads that are not worth it, pages with a tag."""
+"""Tests the connector's options: saves that must succeed, loads that are not worth it, and pages with a tag."""
 
 import threading
 import time

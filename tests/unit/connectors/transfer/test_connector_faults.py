@@ -1,4 +1,4 @@
-"""The connector when things go wrong: the right bytes reach a block, or none; a buffer has one owner at a time."""
+"""Tests the connector under faults: a block gets the right bytes or none, and a buffer has one owner at a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

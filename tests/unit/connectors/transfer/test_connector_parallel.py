@@ -1,4 +1,4 @@
-"""A store filled by engines of one parallelism serves engines of another, whatever their forms and block sizes."""
+"""Tests that engines of one parallelism use pages of another, whatever their layouts and block sizes."""
 
 from collections.abc import Callable, Sequence
 from random import Random

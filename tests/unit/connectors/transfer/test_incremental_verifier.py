@@ -1,4 +1,4 @@
-"""A page that is verified while it comes: the verdict is always about what lies there in the end."""
+"""Tests that a page that is verified as it arrives is judged by its final bytes."""
 
 from collections.abc import Callable
 from itertools import pairwise

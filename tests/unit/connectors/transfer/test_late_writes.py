@@ -1,4 +1,4 @@
-"""A deadline that passes while a load writes to the blocks: what is reported is written, and nothing else is."""
+"""Tests a deadline that passes while a load writes blocks: reported blocks are written, and no other is."""
 
 import queue
 import threading

@@ -1,4 +1,4 @@
-"""Paged tensors and canonical payloads, against a plain loop over every element."""
+"""Tests paged tensors and canonical payloads against a plain loop over every element."""
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The key file of authenticated pages, on disk."""
+"""Tests the key file of authenticated pages, on disk."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_keys_are_read_from_a_file(tmp_path: Path) -> None:
         ("", 0o600, "1 to 16"),
         (f"{KEY.hex()[1:]}\n", 0o600, "line 1"),
         (f"\xff{KEY.hex()[1:]}\n", 0o600, "line 1"),
-        ("#" * 70_000, 0o600, "no key file"),
+        ("#" * 70_000, 0o600, "not a key file"),
     ],
 )
 def test_a_file_that_is_not_safe_or_holds_something_else_is_refused(

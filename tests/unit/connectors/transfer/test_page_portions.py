@@ -1,4 +1,4 @@
-"""A batch is cut into portions, and however it ends every slot of the arena is free again."""
+"""Tests that a batch is cut into portions, and that every slot of the arena is free when it ends."""
 
 from collections.abc import Callable, Sequence
 from contextlib import closing

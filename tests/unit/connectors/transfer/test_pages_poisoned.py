@@ -1,4 +1,4 @@
-"""A store that others can write to: an attacker without the key gets nothing of his into an engine's blocks."""
+"""Tests that an attacker who writes to a store without the key gets no byte into an engine's blocks."""
 
 from collections.abc import Callable, Iterator
 

@@ -1,4 +1,7 @@
-"""Snapshot saves and staged loads, on streams that run in any order their events allow; on CUDA where there is one."""
+"""Tests snapshot saves and staged loads on streams that run in any order that their events allow.
+
+Where CUDA is available, they also run on it.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Input that nobody has declared is recognised, or the connector is asked for; it is never guessed."""
+"""Tests that undeclared input is recognized, or the connector is asked for; it is never guessed."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What holds for every dialect, and what is said of KV that is found by content or over a bootstrap server."""
+"""Tests laws of every dialect, and its description of KV that is found by content or over a bootstrap server."""
 
 import json
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What a prefill engine answers is held against the instance that answered, before another engine is told."""
+"""Tests that a prefill answer is checked against the instance that gave it, before another engine is told."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The two laws of every dialect, held over messages and documents that are made from its table."""
+"""Tests the two laws of every dialect, over messages and documents that are generated from its table."""
 
 from collections.abc import Callable
 from dataclasses import replace

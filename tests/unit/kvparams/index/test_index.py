@@ -1,4 +1,4 @@
-"""The prefix index against dictionaries and sets that say the same slowly."""
+"""Tests the prefix index against slow dictionaries and sets with the same meaning."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field

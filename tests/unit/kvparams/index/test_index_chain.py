@@ -1,4 +1,4 @@
-"""Block hashes: the numpy code against the words of the spec, and what the rest of the index relies on."""
+"""Tests the numpy code for block hashes against the spec, and the properties that the index needs."""
 
 import struct
 from array import array

@@ -1,4 +1,4 @@
-"""The prefix index at its limits: bounded, right, and never long away."""
+"""Tests the prefix index at its limits: it stays bounded and right, and no call takes long."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""The incremental reader: it agrees with the other one on every text, however it is cut, and no step takes long."""
+"""Tests that the incremental reader agrees with the other one on every text and cut, and that no step takes long."""
 
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Hardened JSON reading and in-place editing."""
+"""Tests hardened JSON reading and in-place editing."""
 
 import json
 from typing import Any

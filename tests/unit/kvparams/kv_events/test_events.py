@@ -1,4 +1,4 @@
-"""KV events of every engine, held against the vectors; bounds that are too large for vectors; frames."""
+"""Tests KV events of every engine against the vectors, bounds that are too large for vectors, and frames."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Gaps, duplicates and restarts: what the tracker says, and that whoever does as it says believes nothing false."""
+"""Tests gaps, duplicates and restarts of event streams; a user who follows the tracker believes nothing false."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What the index is told by events and by routing, against engines whose caches are known."""
+"""Tests what events and routing tell the index, against engines whose caches are known."""
 
 import random
 from collections import OrderedDict

@@ -1,4 +1,4 @@
-"""Limits are checked where they are given; Retry-After follows from how fast a queue drains."""
+"""Tests that limits are checked where they are given, and that Retry-After follows from how fast a queue drains."""
 
 from collections.abc import Callable
 

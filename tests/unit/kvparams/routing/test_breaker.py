@@ -1,4 +1,4 @@
-"""A breaker opens when it should, for ever longer, and lets one trial through at a time."""
+"""Tests that a breaker opens when it should, for ever longer, and lets one trial through at a time."""
 
 from collections.abc import Callable
 

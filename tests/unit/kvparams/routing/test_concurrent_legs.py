@@ -1,4 +1,4 @@
-"""Plans of two legs at once, without any I/O."""
+"""Tests plans of two legs at once, without any I/O."""
 
 import json
 from typing import Any

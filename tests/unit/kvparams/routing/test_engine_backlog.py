@@ -1,4 +1,4 @@
-"""An instance's backlog and speed: what was given is counted once, and how fast it is is learnt."""
+"""Tests an instance's backlog and speed: given work is counted once, and the speed is learned."""
 
 from math import exp
 from random import Random

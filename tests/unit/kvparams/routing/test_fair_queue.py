@@ -1,4 +1,4 @@
-"""The queue against a naive one that sorts everything each time, and the laws it is there for."""
+"""Tests the fair queue's laws, and compares it with a naive queue that sorts everything each time."""
 
 from contextlib import closing
 from dataclasses import dataclass

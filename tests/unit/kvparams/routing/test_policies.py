@@ -1,4 +1,4 @@
-"""What every policy keeps to, and what each is for."""
+"""Tests the rules of every policy, and the purpose of each."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Plans of legs, without any I/O."""
+"""Tests plans of legs, without any I/O."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -255,7 +255,7 @@ def test_no_document_that_is_made_here_has_a_member_of_its_own() -> None:
 
 
 def test_kv_that_is_given_up_while_decode_is_waited_for_is_computed_again() -> None:
-    given_up = LegFailed("given up", another=False)
+    given_up = LegFailed("the KV expired", another=False)
     for retries in (0, 1):
         table = Table(STORE, fleet_of(), retries=retries)
         plan = PrefillThenDecode().legs(facts(), table)
@@ -264,7 +264,7 @@ def test_kv_that_is_given_up_while_decode_is_waited_for_is_computed_again() -> N
         result = RESULT | {"request_id": "req", "transfer": {"id": "tra", "attempt": 1}}
         plan.send(LegResult({"kvparams": result}))  # it waits for a decode engine
         if retries == 0:
-            with pytest.raises(LegFailed, match="given up"):
+            with pytest.raises(LegFailed, match="the KV expired"):
                 plan.throw(given_up)
         else:
             assert plan.throw(given_up) == AcquireInstance(Role.PREFILL, [], Role.DECODE)

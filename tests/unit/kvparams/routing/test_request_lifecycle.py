@@ -1,4 +1,4 @@
-"""The states of a request: only the ways that exist, one end, nothing held at it."""
+"""Tests the states of a request: only existing transitions, one end, and nothing held at the end."""
 
 from itertools import pairwise
 from typing import get_args

@@ -1,4 +1,4 @@
-"""Further attempts are a fraction of the requests."""
+"""Tests that further attempts are a fraction of the requests."""
 
 from hypothesis import given
 from hypothesis import strategies as st

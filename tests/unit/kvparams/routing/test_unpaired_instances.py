@@ -1,4 +1,4 @@
-"""A plan has one engine in hand, waits for the other, and nobody is left who may be paired with the first one."""
+"""Tests a plan that holds one engine and waits for the other when no possible partner is left."""
 
 import pytest
 

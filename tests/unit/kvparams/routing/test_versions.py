@@ -1,4 +1,4 @@
-"""What both sides speak, and documents said in another minor version: laws, and what must not be lost."""
+"""Tests the negotiation of versions, and documents of another minor version: laws, and what must not be lost."""
 
 import json
 from copy import deepcopy

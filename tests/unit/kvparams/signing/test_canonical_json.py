@@ -1,4 +1,4 @@
-"""The canonical form: one sequence of bytes for one document, and none for what has no exact one."""
+"""Tests the canonical form: one sequence of bytes for a document, and none where no exact one exists."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""What prefill engines say of their memory, and what they are told of others': `spec/extensions/peers.md`."""
+"""Tests how prefill engines describe their memory and learn of others' (`spec/extensions/peers.md`)."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Signatures: what was signed is believed once, by whom it is for, in its time; anything else is refused in words."""
+"""Tests signatures: one is accepted once, by its audience, in its time; anything else is refused with a message."""
 
 import json
 import math

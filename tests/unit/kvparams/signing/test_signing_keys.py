@@ -1,4 +1,4 @@
-"""The file of signing keys: its form, who may read it, how it changes; and the command that makes it."""
+"""Tests the file of signing keys: its form, its permissions, its changes, and the command that makes it."""
 
 import argparse
 import hmac
@@ -134,7 +134,7 @@ def test_a_file_that_cannot_be_used_says_why(path: Path) -> None:
     path.write_bytes(b" " * (65 << 10))
     with pytest.raises(SigningKeyringError, match="longer than"):
         read_keyring(path)
-    with pytest.raises(SigningKeyringError, match="is there already"):
+    with pytest.raises(SigningKeyringError, match="exists already"):
         create_keyring(path, SigningKeyring.parse(json.dumps(FILE)))
     with pytest.raises(SigningKeyringError, match="cannot be"), change_keyring(path.parent / "not" / "there"):
         pass
@@ -212,7 +212,8 @@ def test_a_gate_says_how_long_it_refuses_what_an_engine_before_it_may_have_accep
     gate = RequestVerifier(path, "pool", lambda: at[0], since=NOW)
     signer = Signer(read_keyring(path), "pool", lambda: at[0])
     assert [record.getMessage() for record in caplog.records] == [
-        "signed documents are refused for another 22 s: one that was here before may have accepted them"
+        "signed documents are refused for another 22 s, because the process before a restart may have accepted them "
+        "already"
     ]
     assert gate.ready == NOW + 30
     with pytest.raises(UntrustedParams, match="replayed"):
@@ -240,7 +241,7 @@ def test_keys_are_made_changed_and_listed(path: Path, capsys: pytest.CaptureFixt
     said = capsys.readouterr()
     assert [line.split()[0] for line in said.out.splitlines()] == ["KID", second.kid, first.kid]
     assert [line.split()[-1] for line in said.out.splitlines()[1:]] == ["later", "signs"]
-    assert "is there already" in said.err
+    assert "exists already" in said.err
     for key in (first, second):
         assert str(key.document()["secret"]) not in said.out + said.err
 
@@ -265,7 +266,7 @@ def test_keys_that_are_over_go_and_one_that_is_still_to_come_stays(
     assert [key.kid for key in read_keyring(path)][1:] == ["now"]
     assert command("rotate", path, "--after", "10d") == 0
     assert command("rotate", path, "--overlap", "0s") == 2
-    assert "wait for it" in capsys.readouterr().err
+    assert "wait until it is in use" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         command("rotate", path, "--after", "soon")
 

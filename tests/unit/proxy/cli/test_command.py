@@ -1,4 +1,4 @@
-"""`kvparams proxy`: what may be asked for, what is said when it cannot be, and the command itself."""
+"""Tests `kvparams proxy`: its options, its refusals, and the command itself."""
 
 import argparse
 import asyncio
@@ -76,7 +76,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         *("--max-body-bytes", "many"),
     )
     for place in (
-        *("--prefill, the 1. time: [NAME=]URL must be http", "--decode, the 1. time", "--decode, the 2. time"),
+        *("--prefill number 1: [NAME=]URL must be http", "--decode number 1", "--decode number 2"),
         *(
             "--connector: must be one of content, mooncake, nixl",
             "--policy: must be one of cache_aware",
@@ -87,8 +87,8 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
             "--queue: must be a whole number, at least 0",
             "--retries: must be",
         ),
-        *("--max-body-bytes: must be", "--host: must be text", "--prefill-labels: must be label=value"),
-        *("--decode-labels: must be label=value", "--tls-certificate, --tls-key: https needs both"),
+        *("--max-body-bytes: must be", "--host: must be text", "--prefill-labels: must be LABEL=VALUE"),
+        *("--decode-labels: must be LABEL=VALUE", "--tls-certificate, --tls-key: https needs both"),
         "--prefill-tokens: must be a whole number, at least 1",
     ):
         assert place in said, place
@@ -108,11 +108,11 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ((), "no engine is given; name at least one --prefill URL and one --decode URL"),
+        ((), "no engine is given; add --prefill URL and --decode URL"),
         (("--prefill", "a=http://h:1", "--decode", "a=http://h:2"), "two instances are called 'a'"),
         ((*ENGINES, "--config", "/nowhere/fleet.yaml"), "/nowhere/fleet.yaml cannot be read: No such file"),
         ((*ENGINES, "--admin-token-env", "KVPARAMS_NO_SUCH"), "KVPARAMS_NO_SUCH is not set"),
-        ((*ENGINES, "--admin-token-env", "A", "--admin-token-file", "b"), "name one of them"),
+        ((*ENGINES, "--admin-token-env", "A", "--admin-token-file", "b"), "give only one of them"),
         ((*ENGINES, "--tls-certificate", "/nowhere", "--tls-key", "/nowhere"), "/nowhere: No such file"),
         ((*ENGINES, "--port", "http"), "--port: must be a port from 0 to 65535"),
     ],
@@ -221,7 +221,7 @@ def test_a_command_line_of_production_stack_works_unchanged() -> None:
         {"model": "llama-prefill"},
         {"model": "llama-decode"},
     ]
-    assert any("--log-stats is not needed" in note for note in one.notes)
+    assert any("--log-stats is ignored" in note for note in one.notes)
     assert any("KV connector must be the one in --connector" in note for note in one.notes)
     orchestrated = asked(*STATIC, "--routing-logic", "disaggregated_prefill_orchestrated", "--host", "127.0.0.1")
     assert (orchestrated.host, orchestrated.port, orchestrated.notes) == ("127.0.0.1", 8001, ())
@@ -239,19 +239,19 @@ def test_a_backend_that_is_neither_is_left_out_and_said() -> None:
     argv = [word.replace("llama-prefill,llama-decode", "llama-prefill,embedding") for word in STATIC]
     one = asked(*argv)
     assert set(fleet(one)) == {"static-0"}
-    assert any("'embedding', which is neither prefill nor decode" in note for note in one.notes)
+    assert any("'embedding' is neither prefill nor decode" in note for note in one.notes)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (("--service-discovery", "k8s"), "--service-discovery: 'k8s' is not there yet"),
+        (("--service-discovery", "k8s"), "--service-discovery: 'k8s' is not supported"),
         (("--routing-logic", "session"), "--routing-logic: must be disaggregated_prefill or"),
         (("--static-model-labels", "one"), "--static-model-labels: has 1 values for 2"),
         (("--static-models", "a,b,c"), "--static-models: has 3 values for 2"),
-        (("--static-backends", "http://h:1,,http://h:2"), "--static-backends: has an empty place"),
+        (("--static-backends", "http://h:1,,http://h:2"), "--static-backends: has an empty value"),
         (("--static-backends", "http://h:1/llama,http://h:2"), "--static-backends.url: must be http"),
-        (("--decode-model-labels", "llama-prefill"), "are those of prefill and of decode"),
+        (("--decode-model-labels", "llama-prefill"), "match several roles: prefill and decode"),
     ],
 )
 def test_what_production_stack_can_and_we_cannot_is_refused(changes: tuple[str, ...], said: str) -> None:
@@ -327,4 +327,4 @@ def test_a_token_that_others_can_read_is_named(tmp_path: Path, mode: int, said: 
     token.write_text("a-token")
     token.chmod(mode)
     notes = asked(*ENGINES, "--admin-token-file", str(token)).notes
-    assert notes == ((f"{token} can be read by others: chmod 600 {token}",) if said else ())
+    assert notes == ((f"other users can read {token}; run: chmod 600 {token}",) if said else ())

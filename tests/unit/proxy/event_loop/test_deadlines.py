@@ -1,4 +1,4 @@
-"""Time-outs: each fires once, late by a tick at most, whatever another does."""
+"""Tests time-outs: each fires once, late by a tick at most, whatever another does."""
 
 import asyncio
 

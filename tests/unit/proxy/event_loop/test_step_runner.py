@@ -1,4 +1,4 @@
-"""Work in steps: nothing holds up the event loop, and what is short does not wait for what is long."""
+"""Tests work in steps: nothing delays the event loop, and short work does not wait for long work."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What comes in one turn of the event loop: kind by kind, in order, and nothing is lost."""
+"""Tests that the events of one turn of the event loop are handled kind by kind, in order, without loss."""
 
 import asyncio
 from functools import partial

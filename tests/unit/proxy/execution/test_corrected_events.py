@@ -1,4 +1,4 @@
-"""What a client reads in corrected events is what the engine wrote, whatever form it gave them."""
+"""Tests that corrected events have the engine's content, whatever form the engine gave them."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Corrections of an engine's answer: what must change does, every other byte stays."""
+"""Tests corrections of an engine's answer: they change what must change and no other byte."""
 
 import json
 from typing import Any

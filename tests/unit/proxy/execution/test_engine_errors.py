@@ -1,4 +1,4 @@
-"""Errors of engines, as far as they are read."""
+"""Tests the parsing of engines' errors."""
 
 import json
 import time

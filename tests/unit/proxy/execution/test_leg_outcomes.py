@@ -1,4 +1,4 @@
-"""What the end of a leg means: whether another instance is tried, who is to blame, and what becomes of the KV."""
+"""Tests the outcome of a leg: whether another instance is tried, which one is blamed, and what becomes of the KV."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ SAID = b'{"error":{"message":"no","type":"invalid_request_error","code":400}}'
 BUSY = UpstreamOverflow("has 2048 connections", connected=False)
 UNREACHABLE = UpstreamError("refused", connected=False)
 BROKEN = UpstreamError("the connection was lost")
-SILENT = UpstreamTimeout("said nothing for longer than the time-out of its leg")
+SILENT = UpstreamTimeout("sent nothing for longer than its time-out")
 
 
 def reported(code: int) -> UpstreamErrorResponse:

@@ -1,4 +1,4 @@
-"""How many events with content a stream had: in whatever spelling, cut wherever it is, whatever the model says."""
+"""Tests the count of a stream's events with content, in any spelling and cut anywhere."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Content counts in whatever way an engine spells it, from one event to the next: as progress, and as an event."""
+"""Tests that content counts as progress and as an event in any spelling, even if it changes between events."""
 
 import pytest
 

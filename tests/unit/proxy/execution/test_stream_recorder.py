@@ -1,4 +1,4 @@
-"""What is remembered of a stream: only what the client has."""
+"""Tests that the record of a stream has only what the client has."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The fleet's bookkeeping: what is taken is given back, who comes back or leaves, and what is known of models."""
+"""Tests the fleet's bookkeeping: load is given back, engines leave and return, and models are known."""
 
 import asyncio
 

@@ -1,6 +1,7 @@
-"""The fleet under any sequence of operations: load comes back, limits hold, nobody is lost and nobody served twice.
+"""Tests the fleet under any sequence of operations: load comes back, limits hold, each waiter is served once.
 
-Waiters answer from inside their calls, in all the ways an executor may: so it is re-entered wherever it can be.
+Waiters answer from inside their calls, in all the ways that an executor may, so the fleet is re-entered wherever it
+can be.
 """
 
 from typing import Any, Literal

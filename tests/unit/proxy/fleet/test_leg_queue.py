@@ -1,4 +1,4 @@
-"""Limits, the queue before them, breakers and slow starts, as a request meets them."""
+"""Tests limits, the queue before them, breakers and slow starts, as a request meets them."""
 
 from collections.abc import Sequence
 from typing import Any

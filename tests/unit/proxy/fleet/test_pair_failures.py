@@ -1,4 +1,4 @@
-"""Which engine a failed decode leg is held against: the prefill engine, the decode engine, or only the two together."""
+"""Tests which engine a failed decode leg is blamed on: prefill, decode, or only the pair."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The registry: what operators may write, the law of sources, and a fleet file that changes while it is followed."""
+"""Tests the registry: operators' entries, the precedence of sources, and a fleet file that changes."""
 
 import asyncio
 import contextlib
@@ -63,23 +63,23 @@ def fleet_text(*ids: str, url: str = "http://h", role: str = "prefill", more: st
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: 1\na: 2", "line 2: the key 'a' stands twice"),
-        ("a: {b: 1, b: 2}", "the key 'b' stands twice"),
+        ("a: 1\na: 2", "line 2: the key 'a' appears twice"),
+        ("a: {b: 1, b: 2}", "the key 'b' appears twice"),
         ("a: &x [1]\nb: *x", "anchors"),
         ("a: *nothing", "anchors"),
         ("<<: {a: 1}", "merge keys"),
         ("a: !!python/object/apply:os.system [ls]", "tags"),
         ("a: !!str 5", "tags"),
-        ("a: no", "'no' means different things"),
-        ("a: On", "'On' means different things"),
-        ("a: 010", "'010' means different things"),
-        ("a: 0x1f", "means different things"),
-        ("a: 1:30", "means different things"),
-        ("a: .inf", "means different things"),
-        ("a: .nan", "means different things"),
-        ("a: " + "9" * 400, "means different things"),
-        ("? [a]\n: b", "a key is text"),
-        ("a: 1\n---\nb: 2", "one document"),
+        ("a: no", "'no' has different meanings"),
+        ("a: On", "'On' has different meanings"),
+        ("a: 010", "'010' has different meanings"),
+        ("a: 0x1f", "has different meanings"),
+        ("a: 1:30", "has different meanings"),
+        ("a: .inf", "has different meanings"),
+        ("a: .nan", "has different meanings"),
+        ("a: " + "9" * 400, "has different meanings"),
+        ("? [a]\n: b", "a key must be text"),
+        ("a: 1\n---\nb: 2", "several YAML documents"),
         ("a: [1,", "not valid YAML"),
         ("a: 'x", "not valid YAML"),
         ("\ta: 1", "not valid YAML"),
@@ -173,7 +173,7 @@ def test_one_wrong_name_among_roles_is_the_only_problem() -> None:
         "line 1: roles.prefil: is not known here; did you mean prefill? known: prefill, decode, aggregated",
     )
     control = problems_of(f"roles: {{decode: {{model: z}}}}\ninstances: [{entry}]")
-    assert "no role is found by its labels" in str(control)
+    assert "the labels match no role" in str(control)
 
 
 async def longest_turn(work: Awaitable[object]) -> float:
@@ -250,7 +250,7 @@ def test_no_text_does_anything_but_be_read_or_refused(text: str) -> None:
         ("url", "http://h:1\r\nx: y", "http://host:port"),
         ("url", "http://" + "h" * 4000, "http://host:port"),
         ("url", None, "http://host:port"),
-        ("role", "both", "two instances of one URL"),
+        ("role", "both", "two instances with one URL"),
         ("role", ["prefill"], "prefill, decode"),
         ("role", 1, "prefill, decode"),
         ("connector", "mooncake", "nixl, store"),
@@ -414,9 +414,9 @@ def test_a_role_is_found_by_labels_and_by_nothing_else() -> None:
     assert document.entries[0].labels == {"zone": "a", "model": "p2"}
     assert document.entries[0].make_instance().labels == {"zone": "a", "model": "p2"}
     (nobody,) = problems_of(text + "  - {id: four, url: 'http://h:4', labels: {model: p1, zone: z}}\n")
-    assert nobody == "line 8: instances[3].role: is missing, and no role is found by its labels"
+    assert nobody == "line 8: instances[3].role: is missing, and the labels match no role"
     both = text.replace("{model: d}}", "{zone: a}}", 1) + "  - {id: four, url: 'http://h:4', labels: {model: p1}}\n"
-    several = "line 8: instances[3].role: is missing, and its labels are those of prefill and of decode"
+    several = "line 8: instances[3].role: is missing, and the labels match several roles: prefill and decode"
     assert several in problems_of(both)
 
 
@@ -732,7 +732,7 @@ async def test_settings_that_change_wait_for_the_next_start(
     followed.rename("proxy: {port: 9}\n" + fleet_text("c"))
     await followed.look()
     assert followed.ids == {"c"}
-    assert "from the next start on" in caplog.text
+    assert "at the next start" in caplog.text
 
 
 async def test_a_provider_that_fails_leaves_the_fleet_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
@@ -748,7 +748,7 @@ async def test_a_provider_that_fails_leaves_the_fleet_as_it_is(caplog: pytest.Lo
     registry = Registry(a_fleet(), RULES)
     async with run_provider(Failing(), registry):
         async with asyncio.timeout(5):
-            while "not followed any more" not in caplog.text:  # noqa: ASYNC110
+            while "no longer followed" not in caplog.text:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         assert set(members(registry)) == {"a"}
 
@@ -775,7 +775,9 @@ def test_documents_compare_by_what_they_say() -> None:
 
 def test_what_belongs_to_instances_is_sent_there() -> None:
     (said,) = problems_of("proxy: {connector: store}\ninstances: []")
-    assert said == "line 1: proxy.connector: is not known here: it belongs under `defaults`, or to an instance"
+    assert (
+        said == "line 1: proxy.connector: is not an option of the proxy; it belongs under `defaults` or to an instance"
+    )
 
 
 def test_a_problem_has_its_line_or_that_of_what_is_around_it() -> None:

@@ -1,4 +1,4 @@
-"""Streams of extreme shape: what they cost is in proportion to their bytes, and no read holds the event loop."""
+"""Tests streams of extreme shape: their cost is proportional to their bytes, and no read delays the event loop."""
 
 import asyncio
 import json

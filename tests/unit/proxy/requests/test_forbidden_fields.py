@@ -1,7 +1,7 @@
-"""What a client says to steer an engine's KV never reaches one, however it says it.
+"""Tests that a client's members that steer an engine's KV never reach an engine.
 
-The table is held row by row, and by a law: bodies and headers are made up, legs are prepared as the proxy prepares
-them, and what an engine would act on is compared with what the proxy has chosen.
+The table is tested row by row. A law covers generated bodies and headers: legs are prepared as the proxy prepares them,
+and the members that an engine would act on are compared with the proxy's own.
 """
 
 import json

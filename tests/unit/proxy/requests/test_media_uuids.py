@@ -1,4 +1,4 @@
-"""A client's name of an image never reaches an engine, which would take it for a hash of what is in the image."""
+"""Tests that a client's name of an image never reaches an engine, which would take it for a content hash."""
 
 import json
 import re

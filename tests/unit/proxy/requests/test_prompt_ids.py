@@ -1,4 +1,4 @@
-"""Token ids that a client sends stand in a document only where the engine computes exactly these."""
+"""Tests that a client's token ids stand in a document only where the engine computes exactly these."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Accounts are read in batches: all of them, once, in order, and soon."""
+"""Tests that request records are read in batches: all of them, once, in order, and soon."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""A chat request rendered through its template; `tests/interop/vllm/test_vllm_tokenize.py` compares it with vLLM."""
+"""Tests the rendering of a chat request; `tests/interop/vllm/test_vllm_tokenize.py` compares it with vLLM."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A text is cut only where its parts have the token ids of the whole."""
+"""Tests that a text is cut only where its parts have the token ids of the whole."""
 
 import json
 from array import array

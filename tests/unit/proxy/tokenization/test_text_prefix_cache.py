@@ -1,4 +1,4 @@
-"""A text that begins like another one has that one's ids up to a cut of both, and they are those of the whole."""
+"""Tests that a text takes a cached prefix's ids up to a common split point, and that they are the whole text's ids."""
 
 from array import array
 from collections.abc import Callable, Sequence
