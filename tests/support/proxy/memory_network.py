@@ -1,4 +1,4 @@
-"""Provides a network that carries messages between the exchanges of one process: with delays, losses and partitions that a test decides."""
+"""Provides a network between the exchanges of one process: with delays, losses and partitions that a test decides."""
 
 import asyncio
 from collections.abc import Callable
