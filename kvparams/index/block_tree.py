@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvparams.index.block_hashes import BlockHashes
 from kvparams.index.eviction_buckets import EvictionBuckets
@@ -214,9 +215,15 @@ class BlockTree:
         self._queue_leaves(made)
         return numbers
 
-    def contents(self) -> Iterator[tuple[BlockHashes, BlockHashes]]:
-        """Yields all blocks and the blocks in front of them, used last first: parents not behind their children."""
-        numbers = (self._hashes[: self.end] != 0).nonzero()[0]
+    def contents(self, sets: NDArray[np.bool_] | None = None) -> Iterator[tuple[BlockHashes, BlockHashes]]:
+        """Yields blocks and the blocks in front of them, used last first: parents not behind their children.
+
+        `sets`: by the number of a set whether its blocks are wanted; all are, if not said.
+        """
+        alive = self._hashes[: self.end] != 0
+        if sets is not None:
+            alive &= sets.take(self.sets[: self.end])
+        numbers = alive.nonzero()[0]
         numbers = numbers[np.argsort(-self._epochs[numbers].astype(np.int64), kind="stable")]
         for first in range(0, len(numbers), _PIECE):
             piece = numbers[first : first + _PIECE]

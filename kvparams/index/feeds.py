@@ -22,11 +22,25 @@ from kvparams.index.hash_table import NodeNumbers
 from kvparams.index.prefix_index import PrefixIndex
 from kvparams.kv_events.model import AllBlocksCleared, BlockLocation, BlockRemoved, BlockStored, EventBatch, Medium
 
-__all__ = ["EventFeed", "RoutedRequest", "RoutingFeed"]
+__all__ = ["EventFeed", "IndexChange", "RoutedRequest", "RoutingFeed"]
 
 _LEVELS: Final[dict[Medium, int]] = {"device": 0, "host": 1, "disk": 2, "remote": 3}
+_NO_HASHES: Final = np.empty(0, np.uint64)
 _WHOLE: Final = (None, "full_attention", "mla_attention")
 """Kinds of layers whose blocks are kept for the whole prompt; a window's come and go and say nothing of the others."""
+
+
+class IndexChange(NamedTuple):
+    """An `IndexChange` is what an event has changed in the index."""
+
+    kind: str
+    """`stored`, `removed` or `cleared`."""
+    worker: Hashable
+    owner: str | None
+    """Of the blocks, where that is not the worker."""
+    hashes: BlockHashes
+    parent: int
+    level: int
 
 
 class EventFeed:
@@ -54,6 +68,8 @@ class EventFeed:
             namespace: that of a model, an adapter and a salt; the chain's own, if not said.
             gone: hears which blocks a worker has given up on its device; None is everything.
         """
+        self.changed: Callable[[IndexChange], None] | None = None
+        """Hears each change, to tell other indexes (`apply_change`)."""
         self._index = index
         self._chain = chain
         self._names = EngineBlockMap(index, names)
@@ -78,7 +94,15 @@ class EventFeed:
             elif isinstance(event, BlockRemoved):
                 self._removed(event, worker)
             else:
+                if self.changed is not None:
+                    self.changed(IndexChange("cleared", worker, event.owner, _NO_HASHES, 0, 0))
                 self._cleared(event, worker)
+
+    def clear(self, worker: Hashable) -> None:
+        """Forgets all blocks of a worker, because events of it are lost."""
+        if self.changed is not None:
+            self.changed(IndexChange("cleared", worker, None, _NO_HASHES, 0, 0))
+        self.forget_worker(worker)
 
     def forget_worker(self, worker: Hashable) -> None:
         """Forgets all blocks of a worker: after a gap that cannot be filled, a restart, or its departure."""
@@ -111,6 +135,24 @@ class EventFeed:
             self._names.put(keys[:blocks], behind, ends, namespace)
             self.unplaced += event.blocks - blocks
         self._index.stored(holder, hashes, front.hash, level, now)
+        if self.changed is not None:
+            self.changed(IndexChange("stored", worker, event.place.owner, hashes, front.hash, level))
+
+    def apply_change(self, change: IndexChange, now: float = 0.0) -> None:
+        """Applies what `changed` of another feed has told.
+
+        Raises:
+            ValueError: the change cannot be.
+        """
+        place = BlockLocation("device", owner=change.owner)
+        if change.kind == "cleared":
+            self._cleared(AllBlocksCleared(change.owner), change.worker)
+        elif change.kind == "stored":
+            self._index.stored(self._holder(change.worker, place), change.hashes, change.parent, change.level, now)
+        else:
+            self._index.removed(self._holder(change.worker, place), change.hashes, change.level)
+            if not change.level and change.owner is None and self._gone is not None:
+                self._gone(change.worker, change.hashes)
 
     def _placed(self, event: BlockStored, worker: Hashable, model: str) -> tuple[HashState, int, int] | None:
         """The front before them, the namespace, and how many of these blocks have hashes."""
@@ -134,6 +176,8 @@ class EventFeed:
             hashes = self._names.lookup_hashes(_keys(worker, event))
             hashes = hashes[hashes != 0]
             self._index.removed(self._holder(worker, event.place), hashes, level)
+            if self.changed is not None and len(hashes):
+                self.changed(IndexChange("removed", worker, event.place.owner, hashes, 0, level))
             if not level and event.place.owner is None and self._gone is not None:
                 self._gone(worker, hashes)
 

@@ -5,7 +5,7 @@ in front; its match is the number of blocks from the beginning without a gap. So
 order, and the answer is still what was reported. Parents only decide what is evicted first.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -180,14 +180,17 @@ class PrefixIndex:
         self._change(numbers, 0, bit)
         return forgotten
 
-    def stored_forest(self, worker: Hashable, hashes: BlockHashes, parents: BlockHashes, now: float = 0.0) -> int:
-        """A worker has these blocks of any prompts, in the nearest level: thousands at once. Nothing makes room.
+    def stored_forest(
+        self, worker: Hashable, hashes: BlockHashes, parents: BlockHashes, now: float = 0.0, level: int = 0
+    ) -> int:
+        """A worker has these blocks of any prompts: thousands at once. Nothing makes room.
 
         Args:
             worker: who.
             hashes: the blocks, none of them twice or 0.
             parents: for each the hash of the block in front of it, or 0.
             now: the time.
+            level: where the worker has them.
 
         Returns:
             For how many, from the first one on, there was room.
@@ -198,13 +201,21 @@ class PrefixIndex:
         ordered = np.sort(hashes)
         if len(ordered) and (not ordered[0] or (ordered[1:] == ordered[:-1]).any()):
             raise ValueError("a hash stands there twice, or is 0")
-        bit = self.holders.add_worker(worker, 0)
+        bit = self.holders.add_worker(worker, _checked(level))
         self._tend()
         numbers = self.tree.add_forest(hashes, parents)
         if len(numbers):
             self.tree.use(numbers, now)
             self._change(numbers, 0, bit)
         return len(numbers)
+
+    def contents(self, worker: Hashable, level: int) -> Iterator[tuple[BlockHashes, BlockHashes]]:
+        """Yields the blocks that a worker has in a level, and the blocks in front of them: see `BlockTree.contents`."""
+        bits = self.holders.bits(worker)
+        wanted = (bits & -bits) << _checked(level)
+        sets = np.array([bool(mask & wanted) for mask in self.holders.masks], bool)
+        if sets.any():
+            yield from self.tree.contents(sets)
 
     def touch(self, hashes: BlockHashes, now: float = 0.0) -> None:
         """These blocks are used: whatever is known of them is forgotten later."""

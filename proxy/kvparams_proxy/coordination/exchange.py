@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Final, Protocol, cast
 
-from kvparams.replication.entries import EngineLoad, Entry, decode_entries, encode_entry
+from kvparams.replication.entries import EngineLoad, Entry
+from kvparams.replication.entry_codec import decode_entries, encode_entry
 from kvparams.replication.messages import AuthenticationError, Message, MessageAuthenticator, MessageError, MessageKind
 from kvparams.replication.siblings import Arrival, Sibling, SiblingTable
 from kvparams_proxy.coordination.transport import Transport
@@ -52,6 +53,10 @@ class ExchangeListener(Protocol):
 
     def check_info(self, sibling: Sibling) -> None:
         """Hears that a sibling says something else about itself than before."""
+        ...
+
+    def siblings_changed(self) -> None:
+        """Hears that a sibling has come or gone."""
         ...
 
     def beat(self) -> None:
@@ -256,6 +261,7 @@ class Exchange:
         if sibling is None:
             return
         if len(self.siblings) != before:
+            self._listener.siblings_changed()
             _log.info("proxy %016x is heard; proxies that share this fleet: %d", sibling.id, len(self.siblings) + 1)
         if arrival is Arrival.AFTER_GAP:
             self.gaps += 1
@@ -333,6 +339,7 @@ class Exchange:
         self._asked.pop(sibling.id, None)
         self._listener.apply_loads(sibling, {})
         self._listener.forget_legs(sibling)
+        self._listener.siblings_changed()
         _log.warning("proxy %016x %s; proxies that share this fleet: %d", sibling.id, why, len(self.siblings) + 1)
 
     def _refuse(self, reason: str, text: str) -> None:

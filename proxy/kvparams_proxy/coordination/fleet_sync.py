@@ -8,6 +8,8 @@ from pathlib import Path
 from secrets import randbits
 from typing import TYPE_CHECKING, Final
 
+from xxhash import xxh3_64_intdigest
+
 from kvparams.replication.entries import (
     EngineFailed,
     EngineLoad,
@@ -84,6 +86,8 @@ class FleetSync:
             self._info["chain"] = prefixes.chain_mark
         self.probe: Callable[[Member], None] = lambda member: None
         """Probes a member at once."""
+        self.reassign: Callable[[], None] = lambda: None
+        """Called when `owns` may say something else."""
         self._unlike_beats = 0
         """Heartbeats since all proxies had the same settings."""
         self._warned: set[tuple[int, str]] = set()
@@ -177,6 +181,19 @@ class FleetSync:
                 self._warned.add((sibling.id, name))
                 _log.warning(_UNLIKE[name], sibling.id, theirs, ours)
 
+    def siblings_changed(self) -> None:
+        """See `ExchangeListener`."""
+        self.reassign()
+
+    def owns(self, member: Member) -> bool:
+        """Returns whether this proxy, of all proxies of the site, listens to the KV events of an engine.
+
+        All proxies that know each other agree (highest random weight).
+        """
+        key = self._names.find_key(member)
+        others = self.exchange.siblings.alive
+        return key is None or all(_weight(key, self.exchange.id) > _weight(key, other) for other in others)
+
     def beat(self) -> None:
         """See `ExchangeListener`."""
         self._authenticator.use_secrets(self._secrets())
@@ -228,6 +245,10 @@ class FleetSync:
             "blocks": blocks,
             "has_snapshot": self.exchange.has_snapshot,
         }
+
+
+def _weight(key: int, proxy: int) -> tuple[int, int]:
+    return xxh3_64_intdigest(f"{key} {proxy}".encode()), proxy
 
 
 def _make_transport(loop: asyncio.AbstractEventLoop, place: ShareURL | Path, own_id: int) -> Transport:

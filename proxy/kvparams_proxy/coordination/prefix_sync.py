@@ -10,8 +10,17 @@ from itertools import count
 from typing import Final
 
 from kvparams.index.block_hashes import BlockHashes, join_hashes, pack_hashes, unpack_hashes
+from kvparams.index.feeds import IndexChange
 from kvparams.instances import Instance
-from kvparams.replication.entries import BlocksHeld, BlocksRouted, Entry, PrefillBegan, PrefillEnded, PromptComputed
+from kvparams.replication.entries import (
+    BlocksChanged,
+    BlocksHeld,
+    BlocksRouted,
+    Entry,
+    PrefillBegan,
+    PrefillEnded,
+    PromptComputed,
+)
 from kvparams.replication.siblings import Sibling
 from kvparams.routing.ttft_estimate import TTFTEstimate
 from kvparams_proxy.coordination.load_sync import EngineNames
@@ -23,6 +32,8 @@ from kvparams_proxy.fleet.routing_decision import RoutingDecision
 
 __all__ = ["PrefixSync"]
 
+_PIECE: Final = 4000
+"""Blocks in one entry."""
 _MOST_LEGS: Final = 1 << 16
 """Of one sibling that run at a time; of more, nothing is believed."""
 
@@ -41,6 +52,7 @@ class PrefixSync:
         self._legs: dict[int, dict[int, Member]] = {}
         """The running legs of siblings: sibling, leg, engine."""
         model.observer = self
+        model.event_sources.watch_changes(self._events_changed)
 
     # this proxy's legs
 
@@ -71,13 +83,30 @@ class PrefixSync:
             parent = int(hashes[held - 1]) if held else 0
             self._publish(BlocksRouted(self._names.key_of(member), held, parent, pack_hashes(hashes[held:])))
 
+    def _events_changed(self, change: IndexChange) -> None:
+        """Tells what the KV events of an engine have changed, which this proxy alone listens to."""
+        member = change.worker
+        engine = self._names.find_key(member) if isinstance(member, Member) else None
+        if engine is None:
+            return
+        parent = change.parent
+        for first in range(0, max(1, len(change.hashes)), _PIECE):
+            part = change.hashes[first : first + _PIECE]
+            packed = pack_hashes(part)
+            self._publish(BlocksChanged(engine, change.kind, change.level, parent, change.owner, packed))
+            parent = int(part[-1]) if len(part) else 0
+
     def snapshot(self) -> Iterator[Entry | None]:
         """Yields the blocks that engines are believed to have, and the running legs. None: a place to pause."""
         keys = {member.instance: key for key, member in self._names.members.items()}
         for instance, capacity, hashes, parents in self._model.contents():
             engine = keys.get(instance)
             if engine is not None:
-                yield BlocksHeld(engine, capacity, pack_hashes(hashes), pack_hashes(parents))
+                yield BlocksHeld(engine, capacity, 0, pack_hashes(hashes), pack_hashes(parents))
+                yield None
+        for engine, member in list(self._names.members.items()):
+            for level, hashes, parents in self._model.event_sources.contents(member):
+                yield BlocksHeld(engine, 0, level, pack_hashes(hashes), pack_hashes(parents))
                 yield None
         for key, number in list(self._own.items()):
             leg = self._model.leg(key)
@@ -109,7 +138,16 @@ class PrefixSync:
             member = self._names.members.get(entry.engine)
             if member is not None:
                 hashes, parents = unpack_hashes(entry.hashes), unpack_hashes(entry.parents)
-                self._model.record_contents(member.instance, entry.capacity, hashes, parents)
+                if entry.capacity:
+                    self._model.record_contents(member.instance, entry.capacity, hashes, parents)
+                else:
+                    self._model.event_sources.record_contents(member, entry.level, hashes, parents)
+        elif isinstance(entry, BlocksChanged):
+            member = self._names.members.get(entry.engine)
+            if member is not None:
+                self._model.event_sources.apply_change(
+                    IndexChange(entry.kind, member, entry.owner, unpack_hashes(entry.hashes), entry.parent, entry.level)
+                )
 
     def forget_legs(self, sibling: Sibling) -> None:
         """Ends all legs of a sibling: nothing is learnt from them."""

@@ -1,10 +1,11 @@
 """The engines that publish KV events, and what the prefix index believes because of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvparams.index.block_hashes import BlockHasher, BlockHashes
-from kvparams.index.feeds import EventFeed, RoutingFeed
+from kvparams.index.feeds import EventFeed, IndexChange, RoutingFeed
+from kvparams.index.holder_sets import LEVELS
 from kvparams.index.prefix_index import PrefixIndex
 from kvparams.instances import Instance
 from kvparams.kv_events.model import EventBatch
@@ -29,6 +30,7 @@ class EventSources:
     ) -> None:
         """Creates an empty set. `routing` believes no longer what an engine says is gone."""
         self._events = EventFeed(index, chain, _NAMES, namespace=namespace, gone=self._gone)
+        self._index = index
         self._routing = routing
         self._now = now
         self._replays: dict[Member, Callable[[], None]] = {}
@@ -45,9 +47,35 @@ class EventSources:
     def apply(self, member: Member, batch: EventBatch | None, model: str) -> None:
         """Applies events of an engine. None invalidates all earlier ones."""
         if batch is None:
-            self._events.forget_worker(member)
+            self._events.clear(member)
         else:
             self._events.apply(batch, member, model, self._now())
+
+    def watch_changes(self, changed: Callable[[IndexChange], None]) -> None:
+        """Tells `changed` from now on what events change; workers are members."""
+        self._events.changed = changed
+
+    def apply_change(self, change: IndexChange) -> None:
+        """Applies what another proxy's events have changed; the worker is a member.
+
+        Raises:
+            ValueError: the change cannot be.
+        """
+        self._events.apply_change(change, self._now())
+
+    def contents(self, member: Member) -> Iterator[tuple[int, BlockHashes, BlockHashes]]:
+        """Yields the blocks that an engine has by its events: levels, blocks, and the blocks in front of them."""
+        for level in range(LEVELS):
+            for hashes, parents in self._index.contents(member, level):
+                yield level, hashes, parents
+
+    def record_contents(self, member: Member, level: int, hashes: BlockHashes, parents: BlockHashes) -> None:
+        """Believes what another proxy's `contents` says.
+
+        Raises:
+            ValueError: a hash stands there twice, or is 0, or there is no such level.
+        """
+        self._index.stored_forest(member, hashes, parents, self._now(), level)
 
     def remove(self, member: Member) -> None:
         """Removes an engine that publishes events no longer."""

@@ -158,7 +158,7 @@ def _open_parts(
     deadlines = Deadlines(loop, clock)
     telemetry = _open_telemetry(stack, loop, settings, plugins)
     tokens = _open_token_service(stack, loop, settings, fleet, pools, deadlines)
-    events = _open_event_consumer(stack, loop, settings, fleet, prefixes)
+    events = _open_event_consumer(stack, loop, settings, fleet, prefixes, sync)
     trimmer = MemoryTrimmer(loop)
     stack.callback(trimmer.close)
     bodies = BodyBudget(settings.body_memory_bytes, trimmer.freed)
@@ -363,6 +363,7 @@ def _open_event_consumer(
     settings: Settings,
     fleet: Fleet,
     prefixes: "PrefixCacheModel | None",
+    sync: FleetSync | None,
 ) -> "KVEventConsumer | None":
     """Subscribes to engines' KV events, where the policy looks at caches and pyzmq is installed.
 
@@ -378,6 +379,9 @@ def _open_event_consumer(
         fleet.add_listener(UnusedEventsLogger(loop.call_soon, f"since that {KV_EVENTS_REQUIREMENT}"))
         return None
     events = KVEventConsumer(loop, prefixes)
+    if sync is not None:
+        events.is_owner = sync.owns
+        sync.reassign = events.reassign
     stack.callback(events.close)
     fleet.add_listener(events)
     return events

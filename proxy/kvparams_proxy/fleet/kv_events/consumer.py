@@ -5,7 +5,7 @@ Requests have priority: a turn takes about a millisecond, however many events en
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from time import perf_counter
 from typing import Final, NamedTuple
@@ -46,6 +46,10 @@ class KVEventConsumer:
         self._listening: KVEventSubscriber | None = None
         self._members: dict[Member, str] = {}
         """Who is listened to, and what requests call its model."""
+        self.is_owner: Callable[[Member], bool] = lambda member: True
+        """Whether this proxy listens to an engine, and not another one that tells it what the engine says."""
+        self._left_to_others: dict[Member, str] = {}
+        """Those that others listen to."""
         self._unnamed: set[Member] = set()
         """Who has not said yet what it serves: its blocks could not be found."""
         self._timer: asyncio.TimerHandle | None = None
@@ -64,6 +68,8 @@ class KVEventConsumer:
     def left(self, member: Member) -> None:
         """See `FleetListener`."""
         self._unnamed.discard(member)
+        if self._left_to_others.pop(member, None) is not None:
+            self._prefixes.event_sources.remove(member)
         if self._members.pop(member, None) is not None and self._listening is not None:
             self._listening.unsubscribe(member)
             self._prefixes.event_sources.remove(member)
@@ -80,6 +86,18 @@ class KVEventConsumer:
     def unplaced_blocks(self) -> int:
         """The number of blocks that could not be placed."""
         return self._prefixes.event_sources.unplaced_blocks
+
+    def reassign(self) -> None:
+        """Begins and ends subscriptions, because `is_owner` may say something else now. Beliefs stay."""
+        for member, model in list(self._left_to_others.items()):
+            if self.is_owner(member):
+                del self._left_to_others[member]
+                self._begin(member, model)
+        for member, model in list(self._members.items()):
+            if not self.is_owner(member) and self._listening is not None:
+                del self._members[member]
+                self._listening.unsubscribe(member)
+                self._left_to_others[member] = model
 
     def close(self) -> None:
         """Ends all subscriptions."""
@@ -101,6 +119,9 @@ class KVEventConsumer:
             self._timer = self._loop.call_later(_LOOK_S, self._look)
 
     def _begin(self, member: Member, model: str) -> None:
+        if not self.is_owner(member):
+            self._left_to_others[member] = model
+            return
         instance = member.instance
         listening = self._listening
         if listening is None:

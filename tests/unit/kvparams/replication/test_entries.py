@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.replication.entries import (
-    MAX_ENTRY_BYTES,
+    BlocksChanged,
     BlocksHeld,
     BlocksRouted,
     EngineFailed,
@@ -22,10 +22,9 @@ from kvparams.replication.entries import (
     PromptComputed,
     RoomOffered,
     SettingChanged,
-    decode_entries,
-    encode_entry,
     engine_key,
 )
+from kvparams.replication.entry_codec import MAX_ENTRY_BYTES, decode_entries, encode_entry
 
 _U64 = st.integers(0, 2**64 - 1)
 _U32 = st.integers(0, 2**32 - 2)
@@ -48,7 +47,16 @@ _ENTRIES: st.SearchStrategy[Any] = st.one_of(
     st.builds(BlocksRouted, _U64, _U32, _U64, _HASHES),
     st.integers(0, 9)
     .flatmap(_pairs)
-    .flatmap(lambda two: st.builds(BlocksHeld, _U64, _U32, st.just(two[0]), st.just(two[1]))),
+    .flatmap(lambda two: st.builds(BlocksHeld, _U64, _U32, st.integers(0, 3), st.just(two[0]), st.just(two[1]))),
+    st.builds(
+        BlocksChanged,
+        _U64,
+        st.sampled_from(["stored", "removed", "cleared"]),
+        st.integers(0, 3),
+        _U64,
+        st.none() | _TEXT,
+        _HASHES,
+    ),
     st.builds(EngineFailed, _U64, st.booleans(), _TEXT),
     st.builds(EngineRestarted, _U64),
     st.builds(LegQueued, _U64, st.just("decode"), st.integers(-(2**63), 2**63 - 1), _U32, _TEXT, _TEXT),

@@ -1,11 +1,13 @@
 """Tests proxies that share a fleet: loads, prefill legs, caches, failures, and what happens when messages are lost."""
 
+from array import array
 from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
 
 from kvparams.instances import Instance, Role
+from kvparams.kv_events.model import BlockLocation, BlockRemoved, BlockStored, EventBatch, EventSource
 from kvparams.routing.breaker import BreakerState
 from kvparams.routing.policies.least_load import LeastLoad
 from kvparams_proxy.coordination.exchange import HEARTBEAT_S, LEASE_S
@@ -360,3 +362,51 @@ def test_settings_reach_everybody_even_if_a_message_is_lost(site: Site) -> None:
     new = site.start()
     site.after(1.5)
     assert new.shared.settings.digest == a.shared.settings.digest
+
+
+def test_each_engine_is_listened_to_by_one_proxy(site: Site) -> None:
+    called: list[int] = []
+    for number, proxy in enumerate(site.proxies):
+        proxy.shared.reassign = lambda number=number: called.append(number)
+
+    def owners(id: str) -> list[int]:
+        return [number for number, each in enumerate(site.proxies) if each.shared.owns(each.member(id))]
+
+    ids = [engine.id for engine in _engines()]
+    before = {id: owners(id) for id in ids}
+    assert all(len(owner) == 1 for owner in before.values())
+    (lost,) = before[ids[0]]
+    site.proxies.pop(lost).transport.vanish()
+    site.after(LEASE_S + HEARTBEAT_S)
+    assert len(owners(ids[0])) == 1
+    assert sorted(set(called) - {lost}) == sorted({0, 1, 2} - {lost})
+
+
+def test_what_one_proxy_hears_of_an_engine_all_know(site: Site) -> None:
+    a, b, c = site.proxies
+    ask = facts("x", _PROMPT)._replace(model="m")
+
+    def known(proxy: SharedProxy) -> int:
+        return proxy.prefixes.cached_tokens(ask).get(proxy.member("prefill-0").instance, 0)
+
+    member = a.member("prefill-0")
+    stored = BlockStored(
+        BlockLocation("device"),
+        b"".join(number.to_bytes(8, "big") for number in (1, 2, 3, 4)),
+        8,
+        tokens=array("I", _PROMPT[: 4 * 128]).tobytes(),
+        block_size=128,
+    )
+    a.prefixes.event_sources.apply(member, EventBatch(EventSource("vllm"), (stored,)), "m")
+    site.after()
+    assert [known(each) for each in (a, b, c)] == [512, 512, 512]
+    gone = BlockRemoved(BlockLocation("device"), (4).to_bytes(8, "big"), 8)
+    a.prefixes.event_sources.apply(member, EventBatch(EventSource("vllm"), (gone,)), "m")
+    site.after()
+    assert [known(each) for each in (a, b, c)] == [384, 384, 384]
+    new = site.start()
+    site.after(1.5)
+    assert known(new) == 384
+    a.prefixes.event_sources.apply(member, None, "m")
+    site.after()
+    assert [known(each) for each in (a, b, c, new)] == [0, 0, 0, 0]
