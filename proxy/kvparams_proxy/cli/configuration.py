@@ -43,7 +43,7 @@ from kvparams_proxy.tokenization.errors import TokenizerError
 from kvparams_proxy.tokenization.service import TokenizersByModel
 from kvparams_proxy.tokenization.tokenizer_choice import load_tokenizers
 
-__all__ = ["Configuration", "build_configuration"]
+__all__ = ["Configuration", "build_configuration", "share_limits"]
 
 
 class Configuration(NamedTuple):
@@ -57,6 +57,10 @@ class Configuration(NamedTuple):
     """Every engine that is known now, those of the fleet file included."""
     notes: tuple[str, ...]
     """What the operator should know."""
+    workers: int = 1
+    """How many processes serve; a sidecar has one, whatever the fleet file says."""
+    max_connections: int | None = None
+    """The limit for all workers together, where one is given."""
 
 
 def build_configuration(arguments: argparse.Namespace) -> Configuration:
@@ -111,7 +115,37 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         if path and is_accessible_by_others(path)
     ]
     notes += [f"left out: {error}" for error in load_tables_and_errors()[1]]
-    return Configuration(settings, options.host, options.port, server, entries, (*static.notes, *notes))
+    return Configuration(
+        settings,
+        options.host,
+        options.port,
+        server,
+        entries,
+        (*static.notes, *notes),
+        options.workers,
+        options.max_connections,
+    )
+
+
+def share_limits(asked: Configuration, workers: int) -> Configuration:
+    """Returns the configuration of one of several workers: what the proxy may hold is divided among them.
+
+    A worker may always hold one body of the longest size. The limit of connections from one address stays as it is:
+    the connections of few clients may all come to one worker.
+    """
+    settings, connections = asked.settings, asked.server.connections
+    if asked.max_connections is not None:
+        connections = replace(connections, total=_share(asked.max_connections, workers))
+    body_bytes = max(settings.body.max_bytes, _share(settings.body_memory_bytes, workers))
+    return asked._replace(
+        settings=replace(settings, body_memory_bytes=body_bytes),
+        server=replace(asked.server, connections=connections),
+    )
+
+
+def _share(total: int, workers: int) -> int:
+    """Returns an equal share, rounded up."""
+    return -(-total // workers)
 
 
 def _file_provider(path: str | None, rules: SpecRules, problems: ConfigProblems) -> FleetFileProvider | None:

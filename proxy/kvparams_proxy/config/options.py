@@ -5,6 +5,7 @@ the file, the file over the default. `--help` and docs/configuration.md are made
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Final, NamedTuple, cast, get_args
 
@@ -20,7 +21,11 @@ from kvparams_proxy.config.spec_fields import FilePath, Switch, check_path, chec
 from kvparams_proxy.config.spec_parsing import DefaultsSection
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizerChoices, parse_tokenizer_choices
 
-__all__ = ["OPTIONS", "OPTION_GROUPS", "Option", "ProxyOptions"]
+__all__ = ["MOST_WORKERS", "OPTIONS", "OPTION_GROUPS", "Option", "ProxyOptions"]
+
+
+MOST_WORKERS: Final = 64
+_MOST: Final = (1 << 53) - 1
 
 
 class Flag(NamedTuple):
@@ -51,6 +56,15 @@ def _check_mode(value: object) -> ManagerMode:
     return parse_mode_flag(value)
 
 
+def _check_workers(value: object) -> int:
+    if value == "auto":
+        usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        return min(usable, MOST_WORKERS)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_WORKERS:
+        raise ValueError(f"must be auto or a whole number from 1 to {MOST_WORKERS}")
+    return value
+
+
 def _policies() -> list[str]:
     return plugins.plugin_names("policies")
 
@@ -59,13 +73,13 @@ def _help(text: str) -> Any:
     return Field(description=text)
 
 
-_MOST: Final = (1 << 53) - 1
 _S: Final = Flag("S", is_number=True)
 _Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number of seconds, more than 0"), _S]
 _SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number of seconds, at least 0"), _S]
 _Count = Annotated[int, Field(ge=1, le=_MOST), Allowed("a whole number, at least 1"), Flag("N", is_number=True)]
 _CountOrNone = Annotated[int, Field(ge=0, le=_MOST), Allowed("a whole number, at least 0"), Flag("N", is_number=True)]
 _Port = Annotated[int, Field(ge=0, le=65535), Allowed("a port from 0 to 65535"), Flag("PORT", is_number=True)]
+_Workers = Annotated[int, PlainValidator(_check_workers), Flag("N|auto", is_number=True)]
 _Name = Annotated[
     str,
     Field(min_length=1, max_length=1024),
@@ -122,6 +136,13 @@ class _ListenOptions(_OptionGroup):
     max_connections_per_address: Annotated[
         _Count | None, _help("the largest number of client connections from one IP address; further ones get a 503")
     ] = None
+    workers: Annotated[
+        _Workers,
+        _help(
+            "so many processes serve this port, up to 64; auto is one for each core that the process may use; SIGHUP "
+            "replaces them without losing a request"
+        ),
+    ] = 1
     drain_delay: Annotated[
         _SecondsOrNone,
         _help(

@@ -45,6 +45,7 @@ from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.requests.asgi_body import read_asgi_body
 from kvparams_proxy.requests.body import RequestBody
 from kvparams_proxy.secret import Secret
+from kvparams_proxy.server.admin_sharing import remember_admin_body, require_shareable, share_admin_write
 from kvparams_proxy.server.route_explanation import explain_route
 from kvparams_proxy.telemetry.proxy_gauges import leases_by_instance
 
@@ -52,6 +53,8 @@ __all__ = ["ADMIN_SOURCE", "admin_routes"]
 
 ADMIN_SOURCE: Final = "admin"
 """The name of this source."""
+_EXPLAIN_ROUTE: Final = "/admin/explain-route"
+"""The only path where POST changes nothing."""
 _BODY: Final = JSONLimits(max_bytes=64 << 10, max_depth=6, max_containers=1_000, max_strings=4_000)
 """Far more than the longest list of modes has."""
 
@@ -78,7 +81,7 @@ def admin_routes(token: Secret) -> list[Route]:
         ("DELETE", "/admin/groups/{group}", _remove_group),
         ("GET", "/admin/modes", _modes),
         ("PUT", "/admin/modes", _switch),
-        ("POST", "/admin/explain-route", lambda registry, request: explain_route(request)),
+        ("POST", _EXPLAIN_ROUTE, lambda registry, request: explain_route(request)),
     )
     paths: dict[str, dict[str, _Endpoint]] = {}
     for method, path, endpoint in endpoints:
@@ -91,7 +94,12 @@ def _guard(token: Secret, methods: Mapping[str, _Endpoint]) -> Callable[[Request
         try:
             _authorize(token, request)
             endpoint = methods["GET" if request.method == "HEAD" else request.method]
+            is_write = request.method not in ("GET", "HEAD") and request.url.path != _EXPLAIN_ROUTE
+            if is_write:
+                require_shareable(request)
             response = await endpoint(request.state.registry, request)
+            if is_write:
+                await share_admin_write(request)
         except ProxyError as error:
             response = Response(error.body(), error.status, media_type="application/json")
             if error.status == 401:
@@ -259,6 +267,7 @@ async def _body(request: Request) -> dict[str, object]:
         raw = await read_asgi_body(request.receive, RequestBody(_BODY.max_bytes))
     except ConnectionError:
         raise ProxyError(400, "invalid_request_error", "the body is incomplete") from None
+    remember_admin_body(request, raw)
     try:
         resources: ExecutionResources = request.state.resources
         return await resources.step_runner.complete(_document(raw))

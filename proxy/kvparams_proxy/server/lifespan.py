@@ -52,7 +52,7 @@ from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.prefix_cache_gauges import PrefixCacheGauges
 from kvparams_proxy.telemetry.production_stack_gauges import ProductionStackGauges
 from kvparams_proxy.telemetry.prompt_gauges import PromptGauges
-from kvparams_proxy.telemetry.proxy_gauges import ProxyGauges
+from kvparams_proxy.telemetry.proxy_gauges import InstanceGauges, ProxyGauges
 from kvparams_proxy.telemetry.record_dispatcher import RecordDispatcher
 from kvparams_proxy.telemetry.request_log import RequestLog
 from kvparams_proxy.telemetry.tracing import Tracer
@@ -61,6 +61,8 @@ from kvparams_proxy.tokenization.service import TokenService
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.interface import Upstream, UpstreamFactory
 from kvparams_proxy.upstream.types import UpstreamLimits
+from kvparams_proxy.worker_identity import WorkerIdentity
+from kvparams_proxy.workers.worker_link import WorkerLink
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.kv_events.consumer import KVEventConsumer
@@ -103,11 +105,17 @@ class _AppParts(NamedTuple):
 
 @asynccontextmanager
 async def app_lifespan(
-    settings: Settings, plugins: AppPlugins, reach: UpstreamFactory | None, app: Starlette
+    settings: Settings,
+    plugins: AppPlugins,
+    reach: UpstreamFactory | None,
+    worker: WorkerLink | None,
+    app: Starlette,
 ) -> AsyncGenerator[Mapping[str, Any]]:
-    """Is Starlette's `lifespan`, once its first three arguments are bound. Yields the state of requests."""
+    """Is Starlette's `lifespan`, once all arguments but the last are bound. Yields the state of requests."""
     async with AsyncExitStack() as stack:
-        parts = _open_parts(stack, settings, plugins, reach)
+        parts = _open_parts(stack, settings, plugins, reach, None if worker is None else worker.identity)
+        if worker is not None:
+            worker.attach(parts.exposition)
         resources = _execution_resources(settings, plugins, parts)
         generate = {
             each.path: RequestHandler(
@@ -124,6 +132,8 @@ async def app_lifespan(
             "modes": plugins.modes,
             "generate": generate,
             "exposition": parts.exposition,
+            "scrape": parts.exposition.text if worker is None else worker.scrape,
+            "worker": worker,
             "keys": plugins.keys,
             "draining": DrainState(),
             DIRECT_ENDPOINTS_KEY: {path.encode(): endpoint for path, endpoint in generate.items()},
@@ -131,7 +141,11 @@ async def app_lifespan(
 
 
 def _open_parts(
-    stack: AsyncExitStack, settings: Settings, plugins: AppPlugins, reach: UpstreamFactory | None
+    stack: AsyncExitStack,
+    settings: Settings,
+    plugins: AppPlugins,
+    reach: UpstreamFactory | None,
+    worker: WorkerIdentity | None,
 ) -> _AppParts:
     """Makes everything that needs no task of its own."""
     loop = asyncio.get_running_loop()
@@ -145,7 +159,7 @@ def _open_parts(
     addresses = EngineAddresses()
     fleet.add_listener(addresses)
     deadlines = Deadlines(loop, clock)
-    telemetry = _open_telemetry(stack, loop, settings, plugins)
+    telemetry = _open_telemetry(stack, loop, settings, plugins, worker)
     tokens = _open_token_service(stack, loop, settings, fleet, pools, deadlines)
     events = _open_event_consumer(stack, loop, settings, fleet, prefixes)
     trimmer = MemoryTrimmer(loop)
@@ -155,11 +169,15 @@ def _open_parts(
     metrics = telemetry.metrics
     exposition = MetricsExposition(
         metrics,
-        ProxyGauges(metrics, fleet, pools, releaser, telemetry.request_log, bodies),
-        ProductionStackGauges(metrics, fleet, loop.time),
+        ProxyGauges(metrics, fleet, releaser, telemetry.request_log, bodies),
         *(() if prefixes is None else (PrefixCacheGauges(prefixes),)),
         *(() if events is None else (KVEventGauges(events),)),
         *(() if tokens is None else (PromptGauges(tokens),)),
+        gauges=(
+            InstanceGauges(metrics, fleet, pools, releaser),
+            ProductionStackGauges(metrics, fleet, loop.time),
+        ),
+        flush=telemetry.record_dispatcher.flush,
     )
     stack.callback(LoopLag(loop, metrics.loop_lag).close)
     stack.callback(pools.close)
@@ -202,14 +220,19 @@ def _make_fleet(
 
 
 def _open_telemetry(
-    stack: AsyncExitStack, loop: asyncio.AbstractEventLoop, settings: Settings, plugins: AppPlugins
+    stack: AsyncExitStack,
+    loop: asyncio.AbstractEventLoop,
+    settings: Settings,
+    plugins: AppPlugins,
+    worker: WorkerIdentity | None,
 ) -> _Telemetry:
     """Opens what reads the records of requests, and the dispatcher that brings them there."""
     metrics = Metrics()
     spans = plugins.make_span_exporter()
     if spans is not None:
         stack.push_async_callback(spans.close)
-    journal = None if settings.log_requests == "off" else RequestLog(loop, settings.log_requests)
+    lock = None if worker is None else worker.directory / "request-log.lock"
+    journal = None if settings.log_requests == "off" else RequestLog(loop, settings.log_requests, lock)
     if journal is not None:
         stack.callback(journal.close)
     dispatcher = RecordDispatcher(loop, [reader for reader in (metrics, journal, spans) if reader is not None])
