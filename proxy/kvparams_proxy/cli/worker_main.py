@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import traceback
-from typing import Final
+from contextlib import suppress
 
 from kvparams.errors import KVParamsError
 from kvparams_proxy.cli.configuration import build_configuration, share_limits
@@ -17,14 +17,12 @@ from kvparams_proxy.cli.proxy_command import prepare_process
 from kvparams_proxy.config_errors import ConfigError
 from kvparams_proxy.server.app import create_app
 from kvparams_proxy.server.worker_server import serve_worker
-from kvparams_proxy.workers.channel import FrameKind, receive_frame
+from kvparams_proxy.workers.channel import FrameKind, encode_frame, receive_frame
 from kvparams_proxy.workers.parent_death import end_with_parent
 from kvparams_proxy.workers.worker_link import WorkerLink
 from kvparams_proxy.workers.worker_start import StartFailure, WorkerStart
 
 __all__ = ["main"]
-
-_COMMAND: Final = "proxy"
 
 
 def main(descriptor: int) -> int:
@@ -34,13 +32,25 @@ def main(descriptor: int) -> int:
         descriptor: the worker's end of the channel to the supervisor.
     """
     end_with_parent()
+    os.set_inheritable(descriptor, False)
     channel = socket.socket(fileno=descriptor)
     frame = receive_frame(channel)
     if frame is None or frame.kind is not FrameKind.START:
         return 1
     start = WorkerStart.decode(frame.payload)
-    for inherited in (descriptor, start.listener):
-        os.set_inheritable(inherited, False)
+    os.set_inheritable(start.listener, False)
+    with channel.dup() as reports:  # it is open when the link has been closed
+        failure = _serve(start, channel)
+        if failure is None:
+            return 0
+        with suppress(OSError):  # the supervisor has ended
+            reports.setblocking(True)
+            reports.sendall(encode_frame(FrameKind.FAILED, failure.encode()))
+        return failure.status
+
+
+def _serve(start: WorkerStart, channel: socket.socket) -> StartFailure | None:
+    """Serves; returns the reason if that fails."""
     prepare_process(f"worker {start.identity.number}")
     link = WorkerLink(channel, start.identity)
     try:
@@ -48,12 +58,12 @@ def main(descriptor: int) -> int:
         app = create_app(asked.settings, worker=link)
         serve_worker(app, socket.socket(fileno=start.listener), asked.server, link)
     except ConfigError as error:
-        return link.fail(StartFailure(2, "\n".join(f"kvparams {_COMMAND}: {each}" for each in error.problems)))
+        return StartFailure(2, "\n".join(f"kvparams proxy: {each}" for each in error.problems))
     except KVParamsError as error:
-        return link.fail(StartFailure(2, f"kvparams: {error}"))
+        return StartFailure(2, f"kvparams: {error}")
     except Exception:  # noqa: BLE001  the supervisor shows it, once for all workers that fail alike
-        return link.fail(StartFailure(1, traceback.format_exc()))
-    return 0
+        return StartFailure(1, traceback.format_exc())
+    return None
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from kvparams_proxy.telemetry.metric_snapshots import encode_metric
 from kvparams_proxy.worker_identity import WorkerIdentity
 from kvparams_proxy.workers.admin_writes import AdminWriteListener
 from kvparams_proxy.workers.channel import Frame, FrameKind, encode_frame, read_frame
-from kvparams_proxy.workers.worker_start import StartFailure
 
 __all__ = ["SCRAPE_HEAD", "WorkerLink"]
 
@@ -36,8 +35,6 @@ class WorkerLink:
         self.admin_writes: AdminWriteListener | None = None
         """Hears of changes through the admin API. Without it they are refused, as they would reach one worker only."""
         self._sock = sock
-        self._failing = sock.dup()
-        """Outlives the channel, for a failure that is known only when all is closed."""
         self._exposition: MetricsExposition | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._sending = asyncio.Lock()
@@ -58,13 +55,6 @@ class WorkerLink:
         """Tells that requests are served, and sends counters from now on."""
         self._send(FrameKind.READY)
         self._spawn(self._send_regularly())
-
-    def fail(self, failure: StartFailure) -> int:
-        """Tells why this worker could not start or go on, before its channel is closed. Returns its exit status."""
-        with suppress(OSError):
-            self._failing.setblocking(True)
-            self._failing.sendall(encode_frame(FrameKind.FAILED, failure.encode()))
-        return failure.status
 
     async def scrape(self, accept: str) -> tuple[bytes, str]:
         """Returns the text of the metrics of all workers, and its content type.

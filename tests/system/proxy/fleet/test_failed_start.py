@@ -63,7 +63,7 @@ EMPTY = {"Fleet", "UpstreamPools"}
 STEPS = (
     *("StallAwareClock", "Fleet", "Registry", "UpstreamPools", "EngineAddresses", "Deadlines", "Metrics"),
     *("RequestLog", "RecordDispatcher", "EngineTokenizer", "TokenService", "MemoryTrimmer", "BodyBudget", "KVReleaser"),
-    *("ProxyGauges", "ProductionStackGauges", "PrefixCacheGauges", "KVEventGauges", "PromptGauges"),
+    *("ProxyGauges", "PrefixCacheGauges", "KVEventGauges", "PromptGauges", "InstanceGauges", "ProductionStackGauges"),
     *("MetricsExposition", "LoopLag", "StepRunner", "TurnBatcher", "RetryBudget", "Tracer", "ExecutionResources"),
     *("RequestHandler", "run_providers", "BootstrapServers", "Prober", "DrainState"),
 )
