@@ -38,7 +38,6 @@ def main(descriptor: int) -> int:
     if frame is None or frame.kind is not FrameKind.START:
         return 1
     start = WorkerStart.decode(frame.payload)
-    os.set_inheritable(start.listener, False)
     with channel.dup() as reports:  # it is open when the link has been closed
         failure = _serve(start, channel)
         if failure is None:
@@ -56,6 +55,7 @@ def _serve(start: WorkerStart, channel: socket.socket) -> StartFailure | None:
     try:
         asked = share_limits(build_configuration(argparse.Namespace(**start.arguments)), start.identity.count)
         app = create_app(asked.settings, worker=link)
+        os.set_inheritable(start.listener, False)
         serve_worker(app, socket.socket(fileno=start.listener), asked.server, link)
     except ConfigError as error:
         return StartFailure(2, "\n".join(f"kvparams proxy: {each}" for each in error.problems))
