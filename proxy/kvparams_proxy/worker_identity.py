@@ -1,4 +1,4 @@
-"""The place of a worker process among those of one proxy, as the supervisor tells it (`kvparams proxy --workers`)."""
+"""The identity of a worker process of `kvparams proxy --workers`, as assigned by the supervisor."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,14 +8,14 @@ __all__ = ["WorkerIdentity"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Names one worker process."""
+    """Identifies one worker process of a proxy."""
 
     number: int
-    """From 1 to `count`. A successor has the number of the worker that it replaces; during a reload both run."""
+    """From 1 to `count`. A successor gets the number of the worker that it replaces. During a reload both run."""
     count: int
-    """How many workers the proxy has."""
+    """The number of workers of the proxy."""
     serial: int
-    """A number that no other process of this proxy has or had; later processes have higher ones."""
+    """Unique among all worker processes that the proxy has started. A later process has a higher one."""
     directory: Path
-    """A directory that only this proxy's workers share, for sockets and locks. It is empty when the proxy starts, is
-    removed when it ends, and only its owner may read it."""
+    """A private directory of this proxy's workers, for sockets and locks. The supervisor creates it with mode 0700 and
+    removes it when the proxy exits."""

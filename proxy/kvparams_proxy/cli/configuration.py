@@ -43,7 +43,7 @@ from kvparams_proxy.tokenization.errors import TokenizerError
 from kvparams_proxy.tokenization.service import TokenizersByModel
 from kvparams_proxy.tokenization.tokenizer_choice import load_tokenizers
 
-__all__ = ["Configuration", "build_configuration", "share_limits"]
+__all__ = ["Configuration", "build_configuration"]
 
 
 class Configuration(NamedTuple):
@@ -58,9 +58,9 @@ class Configuration(NamedTuple):
     notes: tuple[str, ...]
     """What the operator should know."""
     workers: int = 1
-    """How many processes serve; a sidecar has one, whatever the fleet file says."""
+    """The number of processes that serve. A sidecar ignores it."""
     max_connections: int | None = None
-    """The limit for all workers together, where one is given."""
+    """The limit for all workers together, if one is given."""
 
 
 def build_configuration(arguments: argparse.Namespace) -> Configuration:
@@ -125,27 +125,6 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         options.workers,
         options.max_connections,
     )
-
-
-def share_limits(asked: Configuration, workers: int) -> Configuration:
-    """Returns the configuration of one of several workers: what the proxy may hold is divided among them.
-
-    A worker may always hold one body of the longest size. The limit of connections from one address stays as it is:
-    the connections of few clients may all come to one worker.
-    """
-    settings, connections = asked.settings, asked.server.connections
-    if asked.max_connections is not None:
-        connections = replace(connections, total=_share(asked.max_connections, workers))
-    body_bytes = max(settings.body.max_bytes, _share(settings.body_memory_bytes, workers))
-    return asked._replace(
-        settings=replace(settings, body_memory_bytes=body_bytes),
-        server=replace(asked.server, connections=connections),
-    )
-
-
-def _share(total: int, workers: int) -> int:
-    """Returns an equal share, rounded up."""
-    return -(-total // workers)
 
 
 def _file_provider(path: str | None, rules: SpecRules, problems: ConfigProblems) -> FleetFileProvider | None:

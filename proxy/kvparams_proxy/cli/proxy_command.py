@@ -160,7 +160,7 @@ def add_option_flags(parser: argparse.ArgumentParser, without: Collection[str] =
 
 
 def prepare_process(origin: str = "") -> None:
-    """Sets up the log and the limit of open files. `origin` stands in each line of the log."""
+    """Sets up the log and the limit of open files. `origin` is put into each line of the log."""
     logging.basicConfig(level=logging.WARNING, handlers=[LineWriterHandler(LineWriter(_STDERR), origin)])
     logging.getLogger("kvparams_proxy").setLevel(logging.INFO)  # that an engine is well again has to be seen, too
     raise_descriptor_limit()
@@ -203,7 +203,7 @@ def run_server(
 
 
 def _run_workers(asked: Configuration, notes: Iterable[str], arguments: argparse.Namespace) -> int:
-    """Serves with several workers until told to stop. Returns the exit status."""
+    """Serves with several workers until SIGINT or SIGTERM. Returns the exit status."""
     _print_notes("proxy", (*asked.notes, *notes))
     try:
         end = run_workers(asked, arguments, partial(_print_address, "proxy", asked))

@@ -1,7 +1,6 @@
 """A worker process of `kvparams proxy --workers`, started by the supervisor.
 
-It reads the configuration itself, so that secrets stand in no message and no command line, and a successor reads what
-has changed.
+It reads the configuration itself. So no secret is sent between processes, and a successor reads the current files.
 """
 
 import argparse
@@ -12,8 +11,9 @@ import traceback
 from contextlib import suppress
 
 from kvparams.errors import KVParamsError
-from kvparams_proxy.cli.configuration import build_configuration, share_limits
+from kvparams_proxy.cli.configuration import build_configuration
 from kvparams_proxy.cli.proxy_command import prepare_process
+from kvparams_proxy.cli.worker_limits import share_limits
 from kvparams_proxy.config_errors import ConfigError
 from kvparams_proxy.server.app import create_app
 from kvparams_proxy.server.worker_server import serve_worker
@@ -26,7 +26,7 @@ __all__ = ["main"]
 
 
 def main(descriptor: int) -> int:
-    """Serves until the supervisor says otherwise; returns the exit status.
+    """Serves until the supervisor ends this worker. Returns the exit status.
 
     Args:
         descriptor: the worker's end of the channel to the supervisor.
@@ -38,18 +38,18 @@ def main(descriptor: int) -> int:
     if frame is None or frame.kind is not FrameKind.START:
         return 1
     start = WorkerStart.decode(frame.payload)
-    with channel.dup() as reports:  # it is open when the link has been closed
+    with channel.dup() as reports:  # stays open when the link is closed
         failure = _serve(start, channel)
         if failure is None:
             return 0
-        with suppress(OSError):  # the supervisor has ended
+        with suppress(OSError):  # the supervisor has exited
             reports.setblocking(True)
             reports.sendall(encode_frame(FrameKind.FAILED, failure.encode()))
         return failure.status
 
 
 def _serve(start: WorkerStart, channel: socket.socket) -> StartFailure | None:
-    """Serves; returns the reason if that fails."""
+    """Serves. Returns the reason if that fails."""
     prepare_process(f"worker {start.identity.number}")
     link = WorkerLink(channel, start.identity)
     try:
@@ -61,7 +61,7 @@ def _serve(start: WorkerStart, channel: socket.socket) -> StartFailure | None:
         return StartFailure(2, "\n".join(f"kvparams proxy: {each}" for each in error.problems))
     except KVParamsError as error:
         return StartFailure(2, f"kvparams: {error}")
-    except Exception:  # noqa: BLE001  the supervisor shows it, once for all workers that fail alike
+    except Exception:  # noqa: BLE001  the supervisor reports it, once for all workers
         return StartFailure(1, traceback.format_exc())
     return None
 

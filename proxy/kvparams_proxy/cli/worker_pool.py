@@ -24,24 +24,24 @@ __all__ = ["run_workers"]
 _log: Final = logging.getLogger(__name__)
 _MODULE: Final = "kvparams_proxy.cli.worker_main"
 _SHARED_MEMORY: Final = Path("/dev/shm")
-"""Sockets and locks of workers wait for no disk there, and are gone after a crash of the system."""
+"""The workers' sockets and locks are in memory: they wait for no disk, and a reboot removes them."""
 
 
 def run_workers(
     asked: Configuration, arguments: argparse.Namespace, on_serving: Callable[[int], None]
 ) -> SupervisorEnd:
-    """Runs workers until told to stop.
+    """Runs workers until SIGINT or SIGTERM.
 
     Args:
         asked: its configuration.
-        arguments: what that was built from; workers build theirs from the same.
+        arguments: its source, from which each worker builds its own.
         on_serving: called with the port once requests are served.
 
     Raises:
         OSError: the port cannot be used.
         KVParamsError: no app can be made of the configuration.
     """
-    create_app(asked.settings)  # what cannot be served is said before a process starts
+    create_app(asked.settings)  # errors are reported before any worker starts
     backlog = backlog_for(descriptor_limit())
     memory = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
     with (
@@ -62,9 +62,9 @@ def run_workers(
 
 
 def _worker_command() -> list[str]:
-    """Returns the command line of a worker: an interpreter that is started as this one was.
+    """Returns the command line of a worker: the same interpreter with the same options.
 
-    Only where this process looks for modules in the working directory does a worker do so, too.
+    A worker searches the working directory for modules only if this process does.
     """
     flags = cast("Callable[[], list[str]]", getattr(subprocess, "_args_from_interpreter_flags"))()  # noqa: B009
     if os.getcwd() not in sys.path and "" not in sys.path and "-P" not in flags:
@@ -73,7 +73,7 @@ def _worker_command() -> list[str]:
 
 
 def _plain_arguments(arguments: argparse.Namespace) -> Mapping[str, object]:
-    """Returns the arguments that a command line may have; the others are this process's own objects."""
+    """Returns the arguments that come from the command line, without objects of this process."""
     found: dict[str, object] = vars(arguments)
     plain = (type(None), bool, str, list)
     return {name: value for name, value in found.items() if type(value) in plain}
@@ -84,7 +84,7 @@ def _times(asked: Configuration) -> ShutdownTimes:
 
 
 def _check_again(before: Configuration, arguments: argparse.Namespace) -> ShutdownTimes | None:
-    """Reads the configuration for a reload. Returns None where it is wrong, after logging the reasons."""
+    """Reads the configuration for a reload. Returns None if it is invalid, after logging the reasons."""
     try:
         asked = build_configuration(arguments)
         create_app(asked.settings)
@@ -98,5 +98,5 @@ def _check_again(before: Configuration, arguments: argparse.Namespace) -> Shutdo
     kept = {"host": before.host, "port": before.port, "workers": before.workers}
     for name, value in kept.items():
         if getattr(asked, name) != value:
-            _log.warning("%s stays %s until the proxy is started anew", name, value)
+            _log.warning("%s stays %s: it changes only at a restart of the proxy", name, value)
     return _times(asked)

@@ -139,8 +139,8 @@ class _ListenOptions(_OptionGroup):
     workers: Annotated[
         _Workers,
         _help(
-            "so many processes serve this port, up to 64; auto is one for each core that the process may use; SIGHUP "
-            "replaces them without losing a request"
+            "the number of processes that serve this port, up to 64; auto is one for each usable core; SIGHUP replaces "
+            "them without losing a request"
         ),
     ] = 1
     drain_delay: Annotated[

@@ -54,7 +54,7 @@ __all__ = ["ADMIN_SOURCE", "admin_routes"]
 ADMIN_SOURCE: Final = "admin"
 """The name of this source."""
 _EXPLAIN_ROUTE: Final = "/admin/explain-route"
-"""The only path where POST changes nothing."""
+"""The only path whose POST changes nothing."""
 _BODY: Final = JSONLimits(max_bytes=64 << 10, max_depth=6, max_containers=1_000, max_strings=4_000)
 """Far more than the longest list of modes has."""
 

@@ -1,4 +1,4 @@
-"""Takes changes made through the admin API to the other workers of the proxy, where it has several."""
+"""Takes changes made through the admin API to the other workers of the proxy."""
 
 from starlette.requests import Request
 
@@ -10,7 +10,7 @@ __all__ = ["remember_admin_body", "require_shareable", "share_admin_write"]
 
 
 def require_shareable(request: Request) -> None:
-    """Refuses a change that would be made at this worker only.
+    """Refuses a change that would reach this worker only.
 
     Raises:
         ProxyError: 409.
@@ -18,19 +18,19 @@ def require_shareable(request: Request) -> None:
     link: WorkerLink | None = request.state.worker
     if link is not None and link.admin_writes is None:
         message = (
-            f"this proxy has {link.identity.count} workers, and the change would reach one of them; change the fleet "
-            "file, or start the proxy with --workers 1"
+            f"the proxy has {link.identity.count} workers and the change would reach only one of them; change the "
+            "fleet file instead, or start the proxy with --workers 1"
         )
         raise ProxyError(409, "conflict_error", message, code="several_workers")
 
 
 def remember_admin_body(request: Request, body: bytes) -> None:
-    """Keeps the body of a change until `share_admin_write`."""
+    """Keeps the body of a change for `share_admin_write`."""
     request.state.admin_body = body
 
 
 async def share_admin_write(request: Request) -> None:
-    """Takes a change that has been made here to the other workers.
+    """Takes a change that has been made in this worker to the others.
 
     Raises:
         ProxyError: see `AdminWriteListener.written`.

@@ -4,8 +4,8 @@ Shutting down has four steps. A first SIGINT or SIGTERM has `/health` answer 503
 `drain_delay_s`; then the listener closes and requests that run go on for `grace_s`; then what still runs is cut, with
 an error that says so, a line in the log, and its KV given back. A second signal goes straight to the last step.
 
-A worker whose successor serves already retires instead: it takes no more connections at once, and closes none that is
-idle, since its client may be sending a request. Each connection ends with its next answer, or when it expires.
+A worker that has a successor retires instead. It stops accepting at once, but keeps idle connections open: a client may
+be sending a request on one of them. A connection closes with its next answer, or when it has been idle for too long.
 """
 
 import asyncio
@@ -128,15 +128,15 @@ class ProxyServer:
         self._stopping.set()
 
     def drain(self) -> None:
-        """Begins to shut down, unless it has begun."""
+        """Begins to shut down. A second call changes nothing."""
         self._stopping.set()
 
     def retire(self) -> None:
-        """Leaves new connections to a successor, and ends with those that are open."""
+        """Stops accepting, and ends the server when all connections have closed: a successor accepts new ones."""
         self._retiring.set()
 
     def cut(self) -> None:
-        """Ends what still runs."""
+        """Ends running requests, and the server."""
         self._stopping.set()
         self._cutting.set()
 

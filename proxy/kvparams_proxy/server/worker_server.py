@@ -1,4 +1,4 @@
-"""Runs the app in a worker process: serves on an inherited socket, and does what the supervisor says."""
+"""Runs the app in a worker process: on an inherited socket, under the commands of the supervisor."""
 
 import asyncio
 import signal
@@ -15,11 +15,11 @@ __all__ = ["serve_worker"]
 
 
 def serve_worker(app: Starlette, listener: socket.socket, settings: ServerSettings, link: WorkerLink) -> None:
-    """Serves until the supervisor says otherwise or ends, or until SIGTERM, which drains this worker alone.
+    """Serves until the supervisor ends this worker or exits itself, or until SIGTERM, which drains this worker alone.
 
     Args:
         app: the proxy, made with this `link`.
-        listener: the socket of this worker's number; its copy here is closed at the end.
+        listener: the socket of this worker's number. This process's copy is closed at the end.
         settings: how clients are served.
         link: the connection to the supervisor.
     """

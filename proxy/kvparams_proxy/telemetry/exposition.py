@@ -28,9 +28,9 @@ class MetricsExposition:
         """Beside `collectors` it has what there is to know of the process: memory, descriptors, CPU time.
 
         Args:
-            collectors: those that have counters, and gauges that cost little.
-            gauges: those that have gauges only, which nobody needs between two scrapes.
-            flush: called before anything is collected; counts what is still to be counted.
+            collectors: collectors with counters, and cheap gauges.
+            gauges: collectors with gauges only, which are not needed between two scrapes.
+            flush: called before each collection, to count what is pending.
         """
         self._counters = CollectorRegistry()
         self._gauges = CollectorRegistry()
@@ -46,7 +46,7 @@ class MetricsExposition:
         self._counters.register(collector)
 
     def collect(self, *, complete: bool = True) -> Iterator[Metric]:
-        """Collects one metric family after the other; without `complete` those of `gauges` are left out."""
+        """Collects one metric family after the other. Without `complete` it leaves out those of `gauges`."""
         if self._flush is not None:
             self._flush()
         yield from self._counters.collect()
@@ -59,10 +59,10 @@ class MetricsExposition:
 
 
 async def metrics_text(metrics: Iterable[Metric], accept: str) -> tuple[bytes, str]:
-    """Returns the text of metrics and its content type. Lets others run between two of them.
+    """Returns the text of metrics and its content type. Other tasks run between two metrics.
 
     Args:
-        metrics: each is collected when the one before it is written.
+        metrics: the metric families, collected one at a time.
         accept: the header of that name; the plain format, unless it has OpenMetrics in it.
     """
     encode, content_type = _encoder(accept)

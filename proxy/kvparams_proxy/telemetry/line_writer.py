@@ -3,8 +3,8 @@
 Writers never wait and never fail. Lines that a slow, full or closed destination does not take within the bounded buffer
 are dropped and counted.
 
-Several processes may write to one place. What one of them writes to a file at once stays together (`O_APPEND`). In a
-pipe this holds for 4096 bytes only (pipe(7), PIPE_BUF), so they share a lock. The kernel frees it if its holder ends.
+Several processes may write to one destination. A single write to a file is atomic (`O_APPEND`), but one to a pipe only
+up to 4096 bytes (pipe(7), PIPE_BUF). So these processes share a lock. The kernel releases the lock of a killed process.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ class LineWriter:
         Args:
             place: a path, to which is added, or `STDOUT`, or the number of an open descriptor. A file that is moved
                 away is begun anew (log rotation).
-            lock: a file that every process locks that writes to the same place.
+            lock: a lock file for all processes that write to this place.
 
         Raises:
             OSError: the file cannot be written.
@@ -107,7 +107,7 @@ class LineWriter:
 
     @contextmanager
     def _locked(self) -> Generator[None]:
-        """Holds the lock, if there is one. Waits for it: this is the thread's own time."""
+        """Holds the lock, if there is one. Only the writer's thread waits for it."""
         if self._lock_fd < 0:
             yield
             return

@@ -16,7 +16,7 @@ class LineWriterHandler(logging.Handler):
     """Writes log records through a `LineWriter`. A record that finds no room is dropped and counted there."""
 
     def __init__(self, writer: LineWriter, origin: str = "") -> None:
-        """`origin` stands in each line, where several processes write to one place."""
+        """`origin` is put into each line, where several processes write to one destination."""
         super().__init__()
         self._writer = writer
         self.setFormatter(logging.Formatter(_FORMAT.format(origin=f"{origin} " if origin else "")))

@@ -1,7 +1,7 @@
 """Merges the metrics of several worker processes into those of one proxy.
 
-Counters and histograms are summed. A gauge is summed where each worker counts its own share, such as its connections;
-where every worker looks at the same engine, adding up would count that engine once for each worker.
+Counters and histograms are summed. A gauge is summed where each worker counts its own share, such as its connections.
+It is not summed where all workers describe the same engine: a sum would count the engine once for each worker.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class MergeRule(StrEnum):
-    """The way in which the values of one gauge in several workers become one value."""
+    """The way to merge the values of one gauge in several workers."""
 
     SUM = "sum"
     MAX = "max"
@@ -54,18 +54,18 @@ _RULES: Final = {
     ),
 }
 GAUGE_RULES: Final[Mapping[str, MergeRule]] = {name: rule for rule, names in _RULES.items() for name in names}
-"""The rule of each gauge, by the name of its family. Another one, and an info metric, is merged by `MergeRule.MAX`."""
+"""The rule of each gauge by the name of its family. All others, and info metrics, are merged by `MergeRule.MAX`."""
 
 
 def is_cumulative(snapshot: MetricSnapshot) -> bool:
-    """Returns whether the values only grow, so that those of an ended worker still count."""
+    """Returns whether the values only grow, so that those of an exited worker still count."""
     return snapshot.type in _CUMULATIVE
 
 
 def merge_snapshots(snapshots: Sequence[MetricSnapshot]) -> MetricSnapshot:
-    """Merges one metric family of several workers, of which there is at least one.
+    """Merges the snapshots of one metric family. There must be at least one.
 
-    Series keep the order in which they are first seen, as OpenMetrics wants the buckets of one histogram together.
+    Series keep the order of their first occurrence: OpenMetrics requires the buckets of a histogram to stay together.
     """
     first = snapshots[0]
     rule = MergeRule.SUM if is_cumulative(first) else GAUGE_RULES.get(first.name, MergeRule.MAX)
@@ -79,9 +79,9 @@ def merge_snapshots(snapshots: Sequence[MetricSnapshot]) -> MetricSnapshot:
 
 
 def overlay_snapshot(before: MetricSnapshot, after: MetricSnapshot) -> MetricSnapshot:
-    """Returns `after` with the series that only `before` has.
+    """Returns `after` plus the series that only `before` has.
 
-    A worker that ends no longer knows its instances; what it has counted for them is in its last snapshot but one.
+    The last snapshot of a worker lacks the counts of its instances, which have left by then. The one before has them.
     """
     found = {(sample.name, sample.labels): sample for snapshot in (before, after) for sample in snapshot.samples}
     return after._replace(samples=list(found.values()))

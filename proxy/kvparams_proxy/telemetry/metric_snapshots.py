@@ -1,8 +1,4 @@
-"""Prometheus metrics as values that travel between processes.
-
-A snapshot is a `Metric` without behavior. It is encoded as one JSON array, which the C encoder of the standard library
-writes at about a microsecond a sample.
-"""
+"""Snapshots of Prometheus metrics, which are sent from one process to another as JSON."""
 
 import json
 from collections.abc import Sequence
@@ -13,32 +9,32 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 __all__ = ["Labels", "MeanGaugeFamily", "MetricSample", "MetricSnapshot", "decode_metric", "encode_metric"]
 
 Labels = tuple[str, ...]
-"""Names and values of labels, alternating."""
+"""The names and values of labels, alternating."""
 
 
 class MeanGaugeFamily(GaugeMetricFamily):
-    """A gauge family whose values are means, each with the number of observations that it is the mean of."""
+    """A gauge family of means. It keeps the number of observations behind each, by which means are merged."""
 
     def __init__(self, name: str, documentation: str, labels: Sequence[str] = ()) -> None:
         super().__init__(name, documentation, labels=labels)
         self.weights: list[float] = []
-        """One for each sample."""
+        """The number of observations of each sample."""
 
     def add_mean(self, labels: Sequence[str], total: float, number: int) -> None:
-        """Adds the mean of `number` observations; a mean of nothing is left out."""
+        """Adds the mean of `number` observations. Without observations it adds nothing."""
         if number:
             self.add_metric(labels, total / number)
             self.weights.append(number)
 
 
 class MetricSample(NamedTuple):
-    """One value of a metric."""
+    """A value of a metric."""
 
     name: str
     labels: Labels
     value: float
     weight: float = 1.0
-    """Of a mean: the number of observations."""
+    """The number of observations, if the value is a mean."""
 
 
 class MetricSnapshot(NamedTuple):
@@ -51,7 +47,7 @@ class MetricSnapshot(NamedTuple):
     samples: list[MetricSample]
 
     def metric(self) -> Metric:
-        """Returns it as Prometheus' client library has it."""
+        """Converts it into a metric of the Prometheus client library."""
         metric = Metric(self.name, self.documentation, self.type, self.unit)
         for name, labels, value, _ in self.samples:
             metric.add_sample(name, dict(zip(labels[::2], labels[1::2], strict=True)), value)
@@ -71,7 +67,7 @@ def encode_metric(metric: Metric) -> bytes:
 
 
 def decode_metric(data: bytes) -> MetricSnapshot:
-    """Decodes what `encode_metric` has encoded."""
+    """Decodes the output of `encode_metric`."""
     name, text, kind, unit, samples = cast("tuple[str, str, str, str, list[list[object]]]", json.loads(data))
     return MetricSnapshot(name, text, kind, unit, [_sample(*flat) for flat in samples])
 

@@ -53,7 +53,7 @@ def leases_by_instance(metrics: Metrics, releases: KVReleaseCounts) -> Counter[s
 
 
 class ProxyGauges(Collector):
-    """Collects the counts of the proxy, and the gauges that are the same number however many instances there are."""
+    """Collects the counters of the proxy, and the gauges whose number does not depend on the number of instances."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The interface through which a change made at one worker's admin API reaches the other workers."""
+"""The interface that takes changes from the admin API of one worker to the other workers."""
 
 from typing import NamedTuple, Protocol
 
@@ -6,7 +6,7 @@ __all__ = ["AdminWrite", "AdminWriteListener"]
 
 
 class AdminWrite(NamedTuple):
-    """A request that has changed something through `/admin`."""
+    """A request to `/admin` that has changed something."""
 
     method: str
     path: str
@@ -18,9 +18,9 @@ class AdminWriteListener(Protocol):
     """Takes changes to the other workers."""
 
     async def written(self, write: AdminWrite) -> None:
-        """Takes a change that has been made here to the other workers; the client gets its answer afterwards.
+        """Takes a change to the other workers. It is already made in this one, and its client waits for the answer.
 
         Raises:
-            ProxyError: the answer instead; the change stays made here.
+            ProxyError: the client gets this error instead. The change in this worker stays.
         """
         ...

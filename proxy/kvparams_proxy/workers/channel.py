@@ -1,7 +1,7 @@
-"""The channel between the supervisor and one worker: frames on a pair of connected sockets.
+"""The channel between the supervisor and a worker carries frames on a pair of connected sockets.
 
-The end of the stream says that the other process has ended. A frame is its kind (one byte), the length of its payload
-(four bytes, big-endian), and the payload.
+The end of the stream means that the other process has exited. A frame has its kind (one byte), the length of its
+payload (four bytes, big-endian), and the payload.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ class FrameKind(IntEnum):
     START = 1
     """The first frame: a `kvparams_proxy.workers.worker_start.WorkerStart`."""
     DRAIN = 2
-    """Shut down as after a first SIGTERM. A second frame of this kind does nothing."""
+    """Shut down as after a first SIGTERM. A repeated frame changes nothing."""
     CUT = 3
     """Shut down as after a second SIGTERM."""
     RETIRE = 4
-    """Take no more connections, and end when those that are open have ended: a successor serves."""
+    """Accept no more connections, which the successor does, and exit when the open ones have closed."""
     COLLECT = 5
     """Send a complete snapshot of the metrics; the payload comes back in `COLLECTED`."""
     EXPOSITION = 6
@@ -34,21 +34,21 @@ class FrameKind(IntEnum):
 
     # from a worker
     READY = 20
-    """Requests are served."""
+    """The worker serves requests."""
     FAILED = 21
-    """The start has failed: a `kvparams_proxy.workers.worker_start.StartFailure`."""
+    """The worker cannot start: a `kvparams_proxy.workers.worker_start.StartFailure`."""
     FAMILY = 22
-    """A part of a snapshot: the name of a metric family, a line feed, and `encode_metric`."""
+    """A part of a snapshot: the name of a metric family, a line feed, and the output of `encode_metric`."""
     COLLECTED = 23
-    """A snapshot is whole. The payload is that of `COLLECT`; empty for one that has no gauges."""
+    """The snapshot is complete. The payload is that of `COLLECT`, or empty if nobody asked for the snapshot."""
     ENDED = 24
-    """As `COLLECTED`, for the last snapshot."""
+    """The last snapshot is complete: the app of the worker has closed."""
     SCRAPE = 25
-    """Somebody asks for the metrics of all workers: a number in eight bytes, and the header `accept`."""
+    """The worker was asked for the metrics of all workers: a number in eight bytes, and the header `accept`."""
 
 
 class Frame(NamedTuple):
-    """One message."""
+    """A message."""
 
     kind: FrameKind
     payload: bytes
@@ -60,7 +60,7 @@ def encode_frame(kind: FrameKind, payload: bytes = b"") -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
-    """Waits for a frame. Returns None at the end of the stream, also in the middle of a frame."""
+    """Waits for a frame. Returns None at the end of the stream, even in the middle of a frame."""
     try:
         kind, length = _HEAD.unpack(await reader.readexactly(_HEAD.size))
         return Frame(FrameKind(kind), await reader.readexactly(length))
@@ -69,7 +69,7 @@ async def read_frame(reader: asyncio.StreamReader) -> Frame | None:
 
 
 def receive_frame(sock: socket.socket) -> Frame | None:
-    """Does the same on a blocking socket, and reads nothing behind the frame."""
+    """Reads a frame from a blocking socket, and no byte after it. Returns None at the end of the stream."""
     head = _receive(sock, _HEAD.size)
     kind, length = _HEAD.unpack(head) if len(head) == _HEAD.size else (0, 0)
     payload = _receive(sock, length)

@@ -1,22 +1,21 @@
 """The listening sockets of a proxy with several workers.
 
-The supervisor opens one listening socket for each worker number, all on one port in one `SO_REUSEPORT` group, and keeps
-them until the proxy ends. A worker inherits the socket of its number. So no socket of the group is ever closed while
-the proxy serves: connections that wait in the queue of a worker that was killed or replaced are served by its
-successor, and none is reset.
+The supervisor opens one listening socket for each worker number. All are on one port, in one `SO_REUSEPORT` group. A
+worker inherits the socket of its number, and the supervisor keeps a copy until the proxy shuts down. So the queue of a
+worker that was killed or replaced is never reset: its successor accepts the connections.
 
-One socket that all workers share has no such queues, and was measured to spread connections badly: uvloop accepts until
-nothing waits, so that a worker that is awake takes everything. Connections for each of four workers, of 64 that stay
-open, on two cores (uvloop 0.23, Linux 6.18), the most uneven of three runs:
+One socket shared by all workers would need no successor, but it spreads connections badly: uvloop accepts until the
+queue is empty, so whichever worker is awake takes all. Measured: 64 connections that stay open, four workers, two
+cores, uvloop 0.23, Linux 6.18. The numbers are connections per worker, in the most uneven of three runs:
 
     clients connect            one shared socket    a group
     all at once                29, 28, 4, 3         23, 16, 13, 12
     one after the other        31, 27, 5, 1         22, 18, 14, 10
     while 32 others are busy   53, 11, 0, 0         19, 16, 16, 13
 
-A group by itself would go on to give connections to the queue of a worker that is down, where they wait until its
-successor has started. A classic BPF program therefore chooses at random among the workers that are up, and is replaced
-whenever these change. Where the system has none of this (only Linux has), workers share one socket.
+The kernel would still put new connections into the queue of a worker that is down, to wait until its successor has
+started. A classic BPF program therefore chooses at random among the workers that are up. It is replaced whenever these
+change. Only Linux has such groups; on other systems workers share one socket.
 """
 
 import ctypes
@@ -70,7 +69,8 @@ class WorkerListeners:
                 machine's.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        # The first one joins the group only once it listens: a group that exists would admit it, whoever has it.
+        # The first socket joins the group only after `listen`. Otherwise it would be admitted to an existing group, and
+        # two proxies would share the port.
         first = socket.create_server((host, port), family=family, backlog=backlog)
         sockets = [first]
         try:
@@ -80,7 +80,7 @@ class WorkerListeners:
                 while len(sockets) < count:
                     sockets.append(socket.create_server(where, family=family, backlog=backlog, reuse_port=True))
         except OSError as error:
-            _log.warning("workers share one queue of connections, which spreads them unevenly: %s", error)
+            _log.warning("the workers share one listening socket, which spreads connections unevenly: %s", error)
             for other in sockets[1:]:
                 other.close()
             del sockets[1:]
@@ -102,7 +102,7 @@ class WorkerListeners:
         return self._sockets[0].getsockname()[1]
 
     def steer(self, numbers: Collection[int]) -> None:
-        """Has new connections go to the workers of these numbers, from 1 on; to all if there are none."""
+        """Sends new connections to the workers of these numbers only; to all if there are none."""
         if not self._is_steered:
             return
         indexes = [number - 1 for number in numbers] or range(len(self._sockets))
@@ -111,11 +111,11 @@ class WorkerListeners:
         program = struct.pack("HP", len(code) // _INSTRUCTION.size, ctypes.addressof(held))
         try:
             self._sockets[0].setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
-        except OSError as error:  # connections to a worker that is down wait for its successor, and get there
+        except OSError as error:
             self._is_steered = False
-            _log.warning("new connections are not kept from workers that are down: %s", error)
+            _log.warning("new connections may wait for workers that are down: %s", error)
 
     def close(self) -> None:
-        """Closes this process's sockets; those that workers have inherited stay."""
+        """Closes the sockets of this process. The copies of workers stay open."""
         for one in self._sockets:
             one.close()

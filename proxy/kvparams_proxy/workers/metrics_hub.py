@@ -1,8 +1,8 @@
 """The metrics of all workers, as the supervisor holds them.
 
-A worker sends its counters and histograms every second, and everything when somebody asks for metrics. The supervisor
-keeps the last snapshot of each, so that what an ended worker has counted is still there. Whatever was shown once is in
-such a snapshot: no counter ever goes backwards, however a worker ends.
+Each worker sends its counters and histograms every second, and all its metrics at each scrape. The supervisor keeps the
+last snapshot of each worker, and adds up those of workers that have exited. Every value that a scrape has shown is in
+such a snapshot. So no counter goes backwards, however a worker exits.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ from kvparams_proxy.telemetry.metric_snapshots import MetricSnapshot, decode_met
 __all__ = ["MetricsHub", "WorkerGauges"]
 
 _INSTANCE = "instance"
-"""The label of instances. Those that leave the fleet leave the metrics."""
+"""The label of instances. An instance that leaves the fleet leaves the metrics."""
 
 
 class WorkerGauges(Collector):
@@ -31,44 +31,45 @@ class WorkerGauges(Collector):
 
     def __init__(self) -> None:
         self.ready = 0
-        """Workers that take requests now."""
+        """Workers that accept connections now."""
         self.restarts = 0
-        """Workers that were started in the place of one that had ended unasked."""
+        """Workers that were started because another one had exited unexpectedly."""
 
     def collect(self) -> Iterable[Metric]:
         """Collects the metrics for the registry."""
-        yield GaugeMetricFamily("kvparams_proxy_workers", "Worker processes that take requests.", value=self.ready)
-        text = "Workers that were started because one had ended unasked."
+        yield GaugeMetricFamily("kvparams_proxy_workers", "Worker processes that accept connections.", value=self.ready)
+        text = "Worker processes that were started because another one had exited unexpectedly."
         yield CounterMetricFamily("kvparams_proxy_worker_restarts", text, value=self.restarts)
 
 
 class MetricsHub:
-    """Collects the snapshots of workers and merges them."""
+    """Keeps the snapshots of all workers and merges them."""
 
     def __init__(self, *own: Collector) -> None:
-        """`own` is shown beside what workers have, and the supervisor's process counts as one of theirs."""
+        """`own` are the supervisor's own metrics. Those of its process are added to the workers' automatically."""
         self._own = CollectorRegistry()
         for collector in own:
             self._own.register(collector)
         ProcessCollector(registry=self._own)
         self._arriving: dict[int, dict[str, bytes]] = {}
-        """By the serial number of a worker and the name of a family: parts of a snapshot that is not whole yet."""
+        """Families of incomplete snapshots, by the serial number of the worker and the name of the family."""
         self._workers: dict[int, dict[str, bytes]] = {}
-        """The last snapshots, which are decoded only when somebody asks."""
+        """The last snapshot of each worker, still encoded: most are never read."""
         self._ended: dict[str, MetricSnapshot] = {}
-        """Counters and histograms of all workers that have ended."""
+        """The sums of the counters and histograms of all workers that have exited."""
 
     def receive(self, serial: int, payload: bytes) -> None:
-        """Takes the payload of a `FrameKind.FAMILY`."""
+        """Adds the payload of a `FrameKind.FAMILY` to the worker's incomplete snapshot."""
         name, _, data = payload.partition(b"\n")
         self._arriving.setdefault(serial, {})[name.decode()] = data
 
     def complete(self, serial: int, *, is_last: bool = False) -> None:
-        """Puts a snapshot into effect; families that it lacks stay as they were.
+        """Completes the snapshot of a worker. Families that it lacks keep their last values.
 
         Args:
-            serial: the worker's.
-            is_last: the worker has ended its work, and may no longer know what it knew: series stay as well.
+            serial: the worker's serial number.
+            is_last: the app of the worker has closed, and no longer knows its instances. Series that the snapshot
+                lacks keep their last values, too.
         """
         arrived, known = self._arriving.pop(serial, {}), self._workers.setdefault(serial, {})
         for name, data in arrived.items():
@@ -79,7 +80,7 @@ class MetricsHub:
                 known[name] = data
 
     def end(self, serial: int) -> None:
-        """Keeps what a worker has counted: its process has ended. What had arrived of another snapshot is dropped."""
+        """Adds the counts of a worker that has exited to the sums. An incomplete snapshot is dropped."""
         self._arriving.pop(serial, None)
         for name, data in self._workers.pop(serial, {}).items():
             snapshot = decode_metric(data)
@@ -88,7 +89,7 @@ class MetricsHub:
                 self._ended[name] = snapshot if before is None else merge_snapshots((before, snapshot))
 
     def merged(self) -> Iterator[Metric]:
-        """Collects one metric family of all workers after the other."""
+        """Merges the metrics of all workers, one family at a time."""
         own = {metric.name: decode_metric(encode_metric(metric)) for metric in self._own.collect()}
         names = dict.fromkeys(name for worker in self._workers.values() for name in worker)
         for name in dict.fromkeys((*names, *self._ended, *own)):

@@ -1,4 +1,4 @@
-"""Ends a worker with its supervisor, whatever ends that."""
+"""Kills a worker when its supervisor exits, however that happens."""
 
 import ctypes
 import signal
@@ -12,10 +12,10 @@ _PR_SET_PDEATHSIG: Final = 1
 
 
 def end_with_parent() -> None:
-    """Asks the kernel to kill this process when the thread that started it ends, which is the supervisor's main thread.
+    """Asks the kernel to kill this process when the thread that started it exits: the supervisor's main thread.
 
-    Only Linux can do this. Everywhere, and for a supervisor that ended before, the end of the channel has a worker cut
-    its requests and end.
+    Only Linux can do this. On other systems, and if the supervisor has exited before, the worker sees the end of the
+    channel and exits.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

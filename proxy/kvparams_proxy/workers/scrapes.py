@@ -1,7 +1,7 @@
-"""Answers requests for the metrics of all workers.
+"""Answers scrapes, which ask one worker for the metrics of all.
 
-All workers are asked for a complete snapshot, so that one exposition is of one time. Requests that come meanwhile are
-answered together in the next round: however many come, there is one collection at a time.
+Every worker is asked for a complete snapshot, so that all values of one exposition are from the same moment. Scrapes
+that arrive meanwhile are answered together afterwards, so there is never more than one collection at a time.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from kvparams_proxy.workers.worker_process import WorkerProcess
 __all__ = ["ScrapeCoordinator"]
 
 _COLLECT_S: Final = 2.0
-"""A worker that takes longer is busy or stopped; its last snapshot counts."""
+"""The last snapshot of a worker that takes longer is used."""
 
 
 class _Scrape(NamedTuple):
@@ -27,7 +27,7 @@ class _Scrape(NamedTuple):
 
 
 class ScrapeCoordinator:
-    """Collects the metrics of all workers when one of them is asked for them."""
+    """Collects the metrics of all workers when one of them is scraped."""
 
     def __init__(self, metrics: MetricsHub) -> None:
         self._metrics = metrics
@@ -36,21 +36,21 @@ class ScrapeCoordinator:
         self._task: asyncio.Task[None] | None = None
         self._round = 0
         self._awaited: set[WorkerProcess] = set()
-        """Workers whose snapshot of this round has not come."""
-        self._all_came = asyncio.Event()
+        """Workers whose snapshot of this round is missing."""
+        self._all_arrived = asyncio.Event()
 
     def started(self, worker: WorkerProcess) -> None:
-        """Hears of a new worker."""
+        """Adds a worker."""
         self._workers.add(worker)
 
     def ended(self, worker: WorkerProcess) -> None:
-        """Hears of the end of a worker."""
+        """Removes a worker that has exited."""
         self._workers.discard(worker)
         self._metrics.end(worker.identity.serial)
-        self._came(worker)
+        self._arrived(worker)
 
     def received(self, worker: WorkerProcess, frame: Frame) -> None:
-        """Takes a frame about metrics."""
+        """Handles a frame about metrics."""
         serial = worker.identity.serial
         if frame.kind is FrameKind.FAMILY:
             self._metrics.receive(serial, frame.payload)
@@ -62,18 +62,18 @@ class ScrapeCoordinator:
         else:
             self._metrics.complete(serial, is_last=frame.kind is FrameKind.ENDED)
             if frame.payload == self._round_mark():
-                self._came(worker)
+                self._arrived(worker)
 
     def _round_mark(self) -> bytes:
         return b"%d" % self._round
 
-    def _came(self, worker: WorkerProcess) -> None:
+    def _arrived(self, worker: WorkerProcess) -> None:
         self._awaited.discard(worker)
         if not self._awaited:
-            self._all_came.set()
+            self._all_arrived.set()
 
     async def _answer(self) -> None:
-        """Answers until nobody asks."""
+        """Answers all scrapes, including those that arrive meanwhile."""
         while self._asked:
             asked, self._asked = self._asked, []
             await self._collect(worker for worker in self._workers if worker.is_ready)
@@ -86,14 +86,14 @@ class ScrapeCoordinator:
         self._task = None
 
     async def _collect(self, workers: Iterable[WorkerProcess]) -> None:
-        """Asks workers for complete snapshots and waits for them, within the time there is."""
+        """Asks these workers for complete snapshots and waits for them, up to the time limit."""
         self._round += 1
         self._awaited = set(workers)
-        self._all_came.clear()
+        self._all_arrived.clear()
         for worker in self._awaited:
             worker.send(FrameKind.COLLECT, self._round_mark())
         try:
             async with asyncio.timeout(_COLLECT_S):
-                await self._all_came.wait()
+                await self._all_arrived.wait()
         except TimeoutError:
             self._awaited.clear()

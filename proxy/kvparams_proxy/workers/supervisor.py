@@ -1,7 +1,6 @@
-"""The supervisor: starts worker processes, restarts those that end, replaces them on SIGHUP, and ends them in order.
+"""The supervisor: it starts worker processes, restarts those that exit, replaces all on SIGHUP, and shuts them down.
 
-It serves no request. All its state is changed on its one event loop; what it decides about restarts is in
-`restart_policy.py`.
+It serves no requests. Its state changes on one event loop only. `restart_policy.py` decides about restarts.
 """
 
 import asyncio
@@ -24,13 +23,13 @@ __all__ = ["ShutdownTimes", "Supervisor", "SupervisorEnd", "WorkerPlan"]
 
 _log: Final = logging.getLogger(__name__)
 _END_S: Final = 15.0
-"""What a worker may take to end, beyond the time that its requests have."""
+"""How long a worker may take to exit after the time that its requests have."""
 _NO_PROCESS_S: Final = 1.0
-"""Where the system starts no process, it is asked again after this time."""
+"""The time between two attempts where the system cannot start a process."""
 
 
 class ShutdownTimes(NamedTuple):
-    """The times that workers take to shut down."""
+    """The time limits of a worker's shutdown: see `ServerSettings`."""
 
     drain_delay_s: float
     grace_s: float
@@ -47,39 +46,39 @@ class WorkerPlan(NamedTuple):
     """See `WorkerIdentity.directory`."""
     times: ShutdownTimes
     check: Callable[[], ShutdownTimes | None]
-    """Reads the configuration again before a reload; None where it is wrong, which is in the log then."""
+    """Reads the configuration again before a reload. Returns None if it is invalid, after logging the reasons."""
     on_serving: Callable[[], None]
-    """Called once, when every worker has started as far as it can and at least one serves."""
+    """Called once, when a worker is ready and no first worker is still starting."""
 
 
 class SupervisorEnd(NamedTuple):
-    """The reason why the supervisor has ended."""
+    """The reason for the end of the supervisor."""
 
     signal: signal.Signals | None
-    """The first signal that told it to, if one did."""
+    """The first SIGINT or SIGTERM, if there was one."""
     status: int = 0
     message: str | None = None
 
 
 class _Slot:
-    """The place of one worker number: a process, or a restart that is under way."""
+    """A worker number and the process that currently has it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.worker: WorkerProcess | None = None
         self.is_down = False
-        """Whether its worker has ended and no successor is ready."""
+        """True while the worker has exited and no successor is ready."""
         self.changing = asyncio.Lock()
         """Held while a successor starts."""
 
     @property
     def is_serving(self) -> bool:
-        """True while its worker takes requests."""
+        """True while its worker accepts connections."""
         return self.worker is not None and self.worker.is_ready and self.worker.end is None
 
     @property
     def is_settled(self) -> bool:
-        """True once its worker is ready or has ended."""
+        """True once its worker is ready or has exited."""
         return self.worker is not None and self.worker.settled.is_set()
 
 
@@ -92,31 +91,31 @@ class Supervisor:
         self._listeners = listeners
         self._slots = [_Slot(number) for number in range(1, plan.workers + 1)]
         self._running: set[WorkerProcess] = set()
-        """All processes, also those that are retired."""
+        """All processes, including retired ones."""
         self._serials = count(1)
         self._policy = RestartPolicy()
         self._gauges = WorkerGauges()
         self._metrics = MetricsHub(self._gauges)
         self._scrapes = ScrapeCoordinator(self._metrics)
-        self._told: list[signal.Signals] = []
+        self._signals: list[signal.Signals] = []
         self._given_up: GiveUp | None = None
         self._stopping = asyncio.Event()
         self._changed = asyncio.Event()
-        """Set whenever a process has become ready or has ended."""
+        """Set whenever a process is ready or has exited."""
         self._is_serving = False
         self._reloading = asyncio.Lock()
-        self._reload_wanted = False
+        self._reload_requested = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> SupervisorEnd:
-        """Runs workers until told to stop by SIGINT or SIGTERM, or until no worker can start."""
+        """Runs workers until SIGINT or SIGTERM, or until it is clear that no worker can start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop, number)
-        loop.add_signal_handler(signal.SIGHUP, self._want_reload)
+        loop.add_signal_handler(signal.SIGHUP, self._request_reload)
         try:
             for slot in self._slots:
-                self._spawn_task(self._fill(slot))
+                self._spawn_task(self._start_first(slot))
             await self._stopping.wait()
             await self._wait_ended()
         finally:
@@ -126,9 +125,9 @@ class Supervisor:
                 task.cancel()
         if self._given_up is not None:
             return SupervisorEnd(None, *self._given_up)
-        return SupervisorEnd(self._told[0] if self._told else None)
+        return SupervisorEnd(self._signals[0] if self._signals else None)
 
-    # what workers say: a `WorkerListener`
+    # `WorkerListener`
 
     def worker_ready(self, worker: WorkerProcess) -> None:
         """See `WorkerListener`."""
@@ -146,15 +145,15 @@ class Supervisor:
         slot = self._slots[worker.identity.number - 1]
         if slot.worker is worker and not self._stopping.is_set():
             slot.is_down = True
-            self._spawn_task(self._follow(slot, worker, end))
+            self._spawn_task(self._restart(slot, worker, end))
         else:
-            _log.info("worker %d has ended (%s)", slot.number, end.cause)
+            _log.info("worker %d exited (%s)", slot.number, end.cause)
         self._update()
 
-    # inside
+    # starts and restarts
 
     def _update(self) -> None:
-        """Does what follows from a change of a worker."""
+        """Updates everything that depends on which workers are ready."""
         self._changed.set()
         serving = [slot for slot in self._slots if slot.is_serving]
         self._gauges.ready = len(serving)
@@ -167,15 +166,15 @@ class Supervisor:
             self._is_serving = True
             self._plan.on_serving()
 
-    async def _fill(self, slot: _Slot) -> None:
+    async def _start_first(self, slot: _Slot) -> None:
         """Starts the first worker of a number."""
         async with slot.changing:
             slot.worker = await self._start(slot)
             if slot.worker is None:
-                self._give_up(GiveUp(1, "the system starts no process for a worker"))
+                self._give_up(GiveUp(1, "kvparams proxy: the system cannot start a worker process"))
 
     async def _start(self, slot: _Slot) -> WorkerProcess | None:
-        """Starts a process; returns None if the system does not let it."""
+        """Starts a process. Returns None if the system cannot."""
         plan = self._plan
         identity = WorkerIdentity(slot.number, plan.workers, next(self._serials), plan.directory)
         try:
@@ -183,7 +182,7 @@ class Supervisor:
                 plan.command, identity, self._listeners[slot.number], plan.arguments, self
             )
         except OSError as error:
-            _log.error("no process can be started for worker %d: %s", slot.number, error)
+            _log.error("worker %d: the process cannot be started: %s", slot.number, error)
             return None
         self._running.add(worker)
         self._scrapes.started(worker)
@@ -191,8 +190,8 @@ class Supervisor:
             worker.kill()
         return worker
 
-    async def _follow(self, slot: _Slot, worker: WorkerProcess, end: WorkerEnd) -> None:
-        """Starts a successor of a worker that has ended unasked."""
+    async def _restart(self, slot: _Slot, worker: WorkerProcess, end: WorkerEnd) -> None:
+        """Starts the successor of a worker that exited without being told to."""
         async with slot.changing:
             if slot.worker is not worker or self._stopping.is_set():
                 return
@@ -201,9 +200,9 @@ class Supervisor:
                 self._give_up(decision)
                 return
             if decision.report is not None:
-                _log.error("worker %d has failed: %s", slot.number, decision.report)
+                _log.error("worker %d failed: %s", slot.number, decision.report)
             when = f"in {decision.delay_s:g} s" if decision.delay_s else "now"
-            _log.warning("worker %d has ended (%s): another one starts %s", slot.number, end.cause, when)
+            _log.warning("worker %d exited (%s); restarting %s", slot.number, end.cause, when)
             self._gauges.restarts += 1
             delay_s = decision.delay_s
             successor: WorkerProcess | None = None
@@ -217,29 +216,31 @@ class Supervisor:
 
     # reload
 
-    def _want_reload(self) -> None:
-        if self._reload_wanted:
+    def _request_reload(self) -> None:
+        if self._reload_requested:
             return
-        self._reload_wanted = True
+        self._reload_requested = True
         self._spawn_task(self._reload())
 
     async def _reload(self) -> None:
-        """Replaces one worker after the other. A signal that comes meanwhile is for a reload after this one."""
+        """Replaces the workers one at a time. A SIGHUP that arrives meanwhile causes another reload afterwards."""
         async with self._reloading:
-            self._reload_wanted = False
+            self._reload_requested = False
+            if self._stopping.is_set():
+                return
             times = self._plan.check()
             if times is None:
-                _log.error("the configuration is wrong: all workers go on with the one that they have")
+                _log.error("reload refused: the configuration is invalid; the workers keep the current one")
                 return
-            _log.info("all workers are replaced, one after the other")
+            _log.info("reload: replacing all workers, one at a time")
             self._times = times
             for slot in self._slots:
                 if not await self._replace(slot):
                     return
-            _log.info("all workers have been replaced")
+            _log.info("reload: all workers are replaced")
 
     async def _replace(self, slot: _Slot) -> bool:
-        """Replaces the worker of a number; returns whether that worked."""
+        """Replaces the worker of one number. Returns whether the successor is ready."""
         async with slot.changing:
             old = slot.worker
             new = await self._start(slot)
@@ -250,9 +251,7 @@ class Supervisor:
                 return False
             if new.end is not None:
                 why = new.end.cause if new.end.failure is None else new.end.failure.message
-                _log.error(
-                    "no more workers are replaced: the successor of worker %d could not start: %s", slot.number, why
-                )
+                _log.error("reload stopped: the successor of worker %d failed to start: %s", slot.number, why)
                 return False
             slot.worker = new
             if old is not None:
@@ -260,11 +259,11 @@ class Supervisor:
             self._update()
             return True
 
-    # the end
+    # shutdown
 
     def _stop(self, number: signal.Signals) -> None:
-        self._told.append(number)
-        if len(self._told) == 1:
+        self._signals.append(number)
+        if len(self._signals) == 1:
             self._end_workers()
         else:
             for worker in self._running:
@@ -277,7 +276,7 @@ class Supervisor:
             self._end_workers()
 
     def _end_workers(self) -> None:
-        """Tells all workers to shut down. Their listening sockets are theirs alone from now on, and end with them."""
+        """Tells all workers to shut down. Each then holds the last copy of its socket, which closes with it."""
         self._stopping.set()
         self._listeners.close()
         for worker in self._running:
@@ -287,12 +286,12 @@ class Supervisor:
         self._kill_later(sum(self._times))
 
     def _kill_later(self, after_s: float) -> None:
-        """Kills workers that have not ended by then: something keeps their event loops."""
+        """Kills the workers that have not exited by then, for example because their event loops are blocked."""
         asyncio.get_running_loop().call_later(after_s + _END_S, self._kill)
 
     def _kill(self) -> None:
         for worker in self._running:
-            _log.error("worker %d does not end and is killed", worker.identity.number)
+            _log.error("worker %d does not exit and is killed", worker.identity.number)
             worker.kill()
 
     async def _wait_ended(self) -> None:
@@ -303,7 +302,12 @@ class Supervisor:
     def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("the supervisor failed in one step and goes on", exc_info=error)
 
 
 async def _first(longest_s: float | None, *events: Coroutine[Any, Any, object]) -> None:

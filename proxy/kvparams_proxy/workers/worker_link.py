@@ -20,20 +20,20 @@ __all__ = ["SCRAPE_HEAD", "WorkerLink"]
 SCRAPE_HEAD: Final = struct.Struct("!Q")
 """The number of a scrape, before the payload of `SCRAPE` and `EXPOSITION`."""
 _EVERY_S: Final = 1.0
-"""How often counters are sent: what a worker has counted since is lost if it is killed."""
+"""How often counters are sent. A worker that is killed loses what it has counted since."""
 _SCRAPE_S: Final = 10.0
 _CLOSE_S: Final = 2.0
-"""For the last snapshot to be sent."""
+"""The time limit for sending the last snapshot."""
 
 
 class WorkerLink:
-    """Sends the worker's metrics and its readiness, and receives what it is told to do."""
+    """Sends the worker's metrics and readiness, and receives the supervisor's commands."""
 
     def __init__(self, sock: socket.socket, identity: WorkerIdentity) -> None:
         """`sock` is the worker's end of the channel, from which the first frame has been read."""
         self.identity = identity
         self.admin_writes: AdminWriteListener | None = None
-        """Hears of changes through the admin API. Without it they are refused, as they would reach one worker only."""
+        """Takes changes made through the admin API to the other workers. While it is None, changes are refused."""
         self._sock = sock
         self._exposition: MetricsExposition | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -43,16 +43,20 @@ class WorkerLink:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def attach(self, exposition: MetricsExposition) -> None:
-        """Takes the metrics that are sent from now on."""
+        """Sets the metrics that are sent."""
         self._exposition = exposition
 
     async def open(self, on_command: Callable[[FrameKind], None]) -> None:
-        """Begins to listen. `on_command` hears `DRAIN`, `RETIRE` and `CUT`, the last also when the supervisor ends."""
+        """Starts to receive frames.
+
+        Args:
+            on_command: called with `DRAIN`, `RETIRE` or `CUT`; with `CUT` also when the supervisor exits.
+        """
         reader, self._writer = await asyncio.open_unix_connection(sock=self._sock)
         self._spawn(self._listen(reader, on_command))
 
     def ready(self) -> None:
-        """Tells that requests are served, and sends counters from now on."""
+        """Reports that requests are served, and sends counters regularly from now on."""
         self._send(FrameKind.READY)
         self._spawn(self._send_regularly())
 
@@ -60,7 +64,7 @@ class WorkerLink:
         """Returns the text of the metrics of all workers, and its content type.
 
         Raises:
-            ProxyError: 503, since the supervisor does not answer.
+            ProxyError: 503, because the supervisor does not answer in time.
         """
         number = next(self._numbers)
         answer = self._scrapes[number] = asyncio.get_running_loop().create_future()
@@ -69,7 +73,7 @@ class WorkerLink:
             async with asyncio.timeout(_SCRAPE_S):
                 return await answer
         except TimeoutError:
-            message = "the metrics of all workers could not be collected in time; try again later"
+            message = "the metrics of the workers could not be collected in time; try again later"
             raise ProxyError(503, "service_unavailable", message, code="metrics_timeout", retry_after_s=5) from None
         finally:
             self._scrapes.pop(number, None)
@@ -111,7 +115,7 @@ class WorkerLink:
             await self._send_metrics(FrameKind.COLLECTED, complete=False)
 
     async def _send_metrics(self, end: FrameKind, payload: bytes = b"", *, complete: bool) -> None:
-        """Sends a snapshot, one family in a turn of the event loop, and none between those of another."""
+        """Sends one snapshot, with one metric family in each turn of the event loop. Snapshots never interleave."""
         if self._exposition is None or self._writer is None:
             return
         async with self._sending:

@@ -1,4 +1,4 @@
-"""One worker process, as the supervisor sees it."""
+"""A worker process, as the supervisor sees it."""
 
 import asyncio
 import signal
@@ -16,27 +16,27 @@ from kvparams_proxy.workers.worker_start import StartFailure, WorkerStart
 __all__ = ["WorkerListener", "WorkerProcess"]
 
 _KEPT_FROM_WORKERS = (signal.SIGINT, signal.SIGHUP)
-"""Ctrl-C and the end of a terminal reach all its processes. A worker hears of them from the supervisor alone."""
+"""The terminal sends these to all processes of the command. Workers leave them to the supervisor."""
 
 
 class WorkerListener(Protocol):
-    """Hears what happens to a worker."""
+    """Receives the events of workers."""
 
     def worker_ready(self, worker: "WorkerProcess") -> None:
-        """Hears that the worker serves requests."""
+        """The worker is ready: it serves requests."""
         ...
 
     def worker_sent(self, worker: "WorkerProcess", frame: Frame) -> None:
-        """Hears of a frame about metrics."""
+        """The worker has sent a frame about metrics."""
         ...
 
     def worker_ended(self, worker: "WorkerProcess", end: WorkerEnd) -> None:
-        """Hears that the process has ended; nothing comes after that."""
+        """The process has exited. This is the last event of a worker."""
         ...
 
 
 class WorkerProcess:
-    """A worker that was started."""
+    """A worker process that was started."""
 
     def __init__(
         self, identity: WorkerIdentity, process: asyncio.subprocess.Process, writer: asyncio.StreamWriter
@@ -44,9 +44,9 @@ class WorkerProcess:
         self.identity = identity
         self.is_ready = False
         self.settled = asyncio.Event()
-        """Set once it is ready or has ended."""
+        """Set once it is ready or has exited."""
         self.end: WorkerEnd | None = None
-        """Its end, once its process has ended."""
+        """Its exit, once the process has exited."""
         self._process = process
         self._writer = writer
         self._started_s = time.monotonic()
@@ -60,16 +60,16 @@ class WorkerProcess:
         identity: WorkerIdentity,
         listener: socket.socket,
         arguments: Mapping[str, object],
-        heard: WorkerListener,
+        events: WorkerListener,
     ) -> Self:
         """Starts a process.
 
         Args:
             command: its command line, to which the number of a descriptor is added.
             identity: which worker it becomes.
-            listener: the socket that it accepts connections from.
+            listener: the socket whose connections it accepts.
             arguments: see `WorkerStart`.
-            heard: hears what happens to it.
+            events: receives its events.
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -89,7 +89,7 @@ class WorkerProcess:
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         worker = cls(identity, process, writer)
         worker.send(FrameKind.START, WorkerStart(identity, listener.fileno(), arguments).encode())
-        worker._attending = asyncio.create_task(worker._attend(reader, heard))
+        worker._attending = asyncio.create_task(worker._attend(reader, events))
         return worker
 
     def send(self, kind: FrameKind, payload: bytes = b"") -> None:
@@ -98,35 +98,35 @@ class WorkerProcess:
             self._writer.write(encode_frame(kind, payload))
 
     def terminate(self) -> None:
-        """Ends a worker that may not read frames yet; one that does shuts down."""
+        """Sends SIGTERM: a worker that is still starting exits, and one that has started shuts down."""
         with suppress(ProcessLookupError):
             self._process.terminate()
 
     def kill(self) -> None:
-        """Ends the process at once."""
+        """Sends SIGKILL."""
         with suppress(ProcessLookupError):
             self._process.kill()
 
-    async def _attend(self, reader: asyncio.StreamReader, heard: WorkerListener) -> None:
+    async def _attend(self, reader: asyncio.StreamReader, events: WorkerListener) -> None:
         while (frame := await read_frame(reader)) is not None:
             if frame.kind is FrameKind.READY:
                 self.is_ready = True
                 self.settled.set()
-                heard.worker_ready(self)
+                events.worker_ready(self)
             elif frame.kind is FrameKind.FAILED:
                 self._failure = StartFailure.decode(frame.payload)
             else:
-                heard.worker_sent(self, frame)
+                events.worker_sent(self, frame)
         status = await self._process.wait()
         self._writer.close()
         lived_s = time.monotonic() - self._started_s
         self.end = WorkerEnd(_cause(status), lived_s, self.is_ready, self._failure)
         self.settled.set()
-        heard.worker_ended(self, self.end)
+        events.worker_ended(self, self.end)
 
 
 def _cause(status: int) -> str:
-    """Returns the words for what `asyncio.subprocess.Process.wait` has returned."""
+    """Describes an exit status as `asyncio.subprocess.Process.wait` returns it."""
     if status >= 0:
         return f"status {status}"
     try:

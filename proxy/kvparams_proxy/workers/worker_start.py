@@ -1,6 +1,6 @@
-"""The messages of a worker's start, as JSON: what the supervisor tells it, and why it could not start.
+"""The messages of a worker's start, as JSON: its identity and arguments, and the reason if it cannot start.
 
-Neither stands in the command line or in the environment, where other users could read it.
+They travel through the channel: other users can read a command line.
 """
 
 import json
@@ -20,7 +20,7 @@ class WorkerStart(NamedTuple):
     listener: int
     """The descriptor of the listening socket."""
     arguments: Mapping[str, object]
-    """The command's arguments by name, as argparse has parsed them."""
+    """The arguments of the command by name, as argparse has parsed them."""
 
     def encode(self) -> bytes:
         """Returns it as JSON."""

@@ -1,4 +1,4 @@
-"""Clients that ask without a pause, and know of each request what became of it."""
+"""Runs clients that send requests without a pause, and records the result of each request."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A supervisor whose workers serve nothing: a program, for tests of how workers are started, watched and ended.
+"""Runs a supervisor whose workers serve nothing. Tests start it as a program.
 
     python -m tests.support.proxy.supervised FOLDER WORKERS
 

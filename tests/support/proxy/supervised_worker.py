@@ -1,4 +1,4 @@
-"""A worker that serves nothing: see `supervised.py`."""
+"""Runs a worker that serves nothing: see `supervised.py`."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Lines of several processes in one place: each is whole."""
+"""Tests that lines of several processes in one file or pipe are whole."""
 
 import json
 import os

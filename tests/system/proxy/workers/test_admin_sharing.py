@@ -1,4 +1,4 @@
-"""Changes through the admin API of one of several workers: others hear of them, or they are refused."""
+"""Tests that changes through the admin API of one worker are passed on to the others, or refused."""
 
 import socket
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""The sockets of several workers on one port: who gets a connection, and what becomes of those that wait."""
+"""Tests which worker gets a connection, and that none is lost in the queue of a worker that exits."""
 
 import socket
 import sys

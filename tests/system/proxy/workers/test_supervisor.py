@@ -1,4 +1,4 @@
-"""How workers are started, watched, replaced and ended: the supervisor with workers that serve nothing."""
+"""Tests that the supervisor starts, watches, replaces and shuts down workers, with workers that serve nothing."""
 
 import os
 import signal
@@ -108,18 +108,18 @@ async def test_a_worker_that_is_killed_is_replaced_at_once(tmp_path: Path) -> No
         successor = (await proxy.saw("READY", 3))[-1]
         assert successor.number == killed.number
         assert successor.serial == 3
-        said = f"WARNING worker {killed.number} has ended (signal SIGKILL): another one starts now"
+        said = f"WARNING worker {killed.number} exited (signal SIGKILL); restarting now"
         assert said in proxy.log().splitlines()
         os.kill(successor.pid, signal.SIGKILL)
         await proxy.saw("READY", 4)
-        assert "another one starts in 0.1 s" in proxy.log()
+        assert "restarting in 0.1 s" in proxy.log()
 
 
 async def test_workers_that_crash_before_any_is_ready_end_it_all(tmp_path: Path) -> None:
     async with supervised(tmp_path, 2, "crash") as proxy:
         status, said = await proxy.end()
         assert status == 1
-        assert said.endswith("has ended 3 times while it started (status 3)")
+        assert said.endswith("exited 3 times during startup (status 3)")
         assert 3 in Counter(event.number for event in proxy.events("START")).values()
         assert not alive(proxy.events("START"))
 
@@ -138,7 +138,7 @@ async def test_the_others_go_on_while_one_cannot_start(tmp_path: Path) -> None:
         first, other = proxy.events("READY")
         os.kill(first.pid, signal.SIGKILL)
         await proxy.saw("START", 5)
-        assert proxy.log().count(f"worker {first.number} has failed: {FAILURE.message}") == 1
+        assert proxy.log().count(f"worker {first.number} failed: {FAILURE.message}") == 1
         assert is_alive(other.pid)
         proxy.behave("serve")
         assert (await proxy.saw("READY", 3))[-1].number == first.number
@@ -171,7 +171,7 @@ async def test_workers_that_do_not_end_are_killed(tmp_path: Path) -> None:
         await proxy.serving()
         proxy.process.terminate()
         assert await proxy.end() == (0, "told SIGTERM")
-        assert "does not end and is killed" in proxy.log()
+        assert "does not exit and is killed" in proxy.log()
         assert not alive(proxy.events("START"))
 
 
@@ -180,7 +180,7 @@ async def test_a_reload_replaces_all_workers_one_after_the_other(tmp_path: Path)
         await proxy.serving()
         proxy.process.send_signal(signal.SIGHUP)
         await proxy.saw("RETIRE", 3)
-        await until(lambda: "all workers have been replaced" in proxy.log())
+        await until(lambda: "all workers are replaced" in proxy.log())
         order = [(event.kind, event.number) for event in proxy.events("READY", "RETIRE")][3:]
         assert order == [(kind, number) for number in (1, 2, 3) for kind in ("READY", "RETIRE")]
         await until(lambda: len(alive(proxy.events("START"))) == 3)
@@ -194,7 +194,7 @@ async def test_a_wrong_configuration_replaces_nobody(tmp_path: Path) -> None:
         await proxy.serving()
         (tmp_path / "check").write_text("wrong")
         proxy.process.send_signal(signal.SIGHUP)
-        await until(lambda: "the configuration is wrong" in proxy.log())
+        await until(lambda: "the configuration is invalid" in proxy.log())
         assert len(proxy.events("START")) == 2
         (tmp_path / "check").write_text("right")
         proxy.process.send_signal(signal.SIGHUP)
@@ -206,7 +206,7 @@ async def test_a_successor_that_cannot_start_ends_the_reload(tmp_path: Path) -> 
         await proxy.serving()
         proxy.behave("fail")
         proxy.process.send_signal(signal.SIGHUP)
-        await until(lambda: f"the successor of worker 1 could not start: {FAILURE.message}" in proxy.log())
+        await until(lambda: f"the successor of worker 1 failed to start: {FAILURE.message}" in proxy.log())
         assert not proxy.events("RETIRE")
         assert len(alive(proxy.events("READY"))) == 2
 

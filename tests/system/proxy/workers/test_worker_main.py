@@ -1,4 +1,4 @@
-"""A worker process by itself: what it makes of what it is told, and what it says when it cannot start."""
+"""Tests that a worker process reports why it cannot start."""
 
 import argparse
 import socket

@@ -1,4 +1,4 @@
-"""`kvparams proxy --workers`: real workers under load, that are killed, replaced and ended."""
+"""Tests `kvparams proxy --workers` under load: workers are killed, replaced and shut down."""
 
 import asyncio
 import json

@@ -15,8 +15,9 @@ import trustme
 from kvparams.cli import main
 from kvparams.instances import Role
 from kvparams.routing.admission import QueueLimits, RoleLimits
-from kvparams_proxy.cli.configuration import Configuration, build_configuration, share_limits
+from kvparams_proxy.cli.configuration import Configuration, build_configuration
 from kvparams_proxy.cli.proxy_command import COMMAND
+from kvparams_proxy.cli.worker_limits import share_limits
 from kvparams_proxy.config.options import OPTIONS
 from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.config_errors import ConfigError

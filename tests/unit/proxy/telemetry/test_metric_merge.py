@@ -1,4 +1,4 @@
-"""One exposition of several workers' metrics: what is added up, and what is not."""
+"""Tests how the metrics of several workers are merged into one exposition."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Frames between the supervisor and a worker, whole, in parts, and cut off."""
+"""Tests that frames between the supervisor and a worker arrive whole or not at all."""
 
 import asyncio
 import socket

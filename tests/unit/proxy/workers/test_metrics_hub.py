@@ -1,4 +1,4 @@
-"""The supervisor's view of all workers' metrics: nothing that was counted is lost, and nothing goes backwards."""
+"""Tests that the supervisor loses no count of any worker, and that no counter goes backwards."""
 
 from typing import ClassVar
 
@@ -85,7 +85,7 @@ def test_the_supervisor_counts_workers_and_its_own_process() -> None:
 class Workers(RuleBasedStateMachine):
     """Workers count, send, are killed and end in any order."""
 
-    instances: ClassVar = ("p0", "p1")
+    instances: ClassVar[tuple[str, ...]] = ("p0", "p1")
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""When a worker that has ended is started again, and when the proxy gives up."""
+"""Tests when a worker that exited is restarted, and when the proxy gives up."""
 
 from kvparams_proxy.workers.restart_policy import GiveUp, RestartPolicy, RestartWorker, WorkerEnd
 from kvparams_proxy.workers.worker_start import StartFailure
@@ -44,7 +44,7 @@ def test_a_start_that_fails_three_times_alike_ends_the_proxy() -> None:
     policy = RestartPolicy()
     assert delays(policy, 2, [CRASHED] * 2) == [0, 0.1]
     said = policy.ended(2, CRASHED)
-    assert said == GiveUp(1, "kvparams proxy: worker 2 has ended 3 times while it started (status 1)")
+    assert said == GiveUp(1, "kvparams proxy: worker 2 exited 3 times during startup (status 1)")
 
 
 def test_starts_that_fail_differently_are_tried_again() -> None:

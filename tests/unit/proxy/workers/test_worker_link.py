@@ -1,4 +1,4 @@
-"""What a worker tells its supervisor, and what it hears."""
+"""Tests the messages that a worker sends to its supervisor and receives from it."""
 
 import asyncio
 import socket
