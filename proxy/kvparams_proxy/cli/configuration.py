@@ -5,7 +5,6 @@ start.
 """
 
 import argparse
-import os
 import ssl
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,25 +20,30 @@ from kvparams.jsontext.document import JSONLimits
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams.settings_model import describe_setting_error, find_setting_errors
-from kvparams.signing.keyring import SigningKeyringError
 from kvparams_proxy.cli import production_stack_flags
 from kvparams_proxy.cli.production_stack_flags import StaticFleet
+from kvparams_proxy.cli.security_configuration import (
+    admin_token,
+    check_client_keys,
+    server_tls,
+    sharing_settings,
+    signing_settings,
+)
 from kvparams_proxy.config.fleet_file import FleetFileProvider
 from kvparams_proxy.config.options import OPTIONS, ProxyOptions
 from kvparams_proxy.config.settings import DEFAULT_MODES, Settings, default_spec_rules
-from kvparams_proxy.config.sharing import SharingSettings, share_server
-from kvparams_proxy.config.signing import ReloadingSigner, SigningSettings
+from kvparams_proxy.config.sharing import SharingSettings
+from kvparams_proxy.config.signing import SigningSettings
 from kvparams_proxy.config.spec_fields import check_addresses, check_connector, check_id, check_label, check_url
 from kvparams_proxy.config.spec_parsing import check_bootstrap_allowed, default_store, parse_spec
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.registry.credentials import CredentialSources, load_credentials
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, LabelSelector, SpecRules
-from kvparams_proxy.requests.api_keys_file import APIKeysError, read_api_keys
-from kvparams_proxy.secret import Secret, SecretError, is_accessible_by_others, secret_from_file, secret_from_variable
+from kvparams_proxy.secret import Secret, is_accessible_by_others
 from kvparams_proxy.server.connections import ConnectionLimits
 from kvparams_proxy.server.file_descriptors import connections_for, descriptor_limit, descriptors_for, refusals_for
 from kvparams_proxy.server.http_server import ServerSettings
-from kvparams_proxy.tls import EngineTLSSettings, ServerTLSSettings, TLSError, server_ssl_context
+from kvparams_proxy.tls import EngineTLSSettings
 from kvparams_proxy.tokenization.errors import TokenizerError
 from kvparams_proxy.tokenization.service import TokenizersByModel
 from kvparams_proxy.tokenization.tokenizer_choice import load_tokenizers
@@ -58,6 +62,10 @@ class Configuration(NamedTuple):
     """Every engine that is known now, those of the fleet file included."""
     notes: tuple[str, ...]
     """What the operator should know."""
+    workers: int = 1
+    """The number of processes that serve. A sidecar ignores it."""
+    max_connections: int | None = None
+    """The limit for all workers together, if one is given."""
 
 
 def build_configuration(arguments: argparse.Namespace) -> Configuration:
@@ -83,11 +91,11 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     if provider is not None:
         options = options.override(provider.document.settings)
     options = options.override(flags)
-    admin = _admin(options, problems)
-    tls = _tls(options, problems)
-    _check_keys(options.client_keys, problems)
-    signing = _signing(options, problems)
-    sharing = _sharing(options, problems)
+    admin = admin_token(options, problems)
+    tls = server_tls(options, problems)
+    check_client_keys(options.client_keys, problems)
+    signing = signing_settings(options, problems)
+    sharing = sharing_settings(options, problems)
     tokenizers = _tokenizers(options, problems)
     entries = (*given, *(() if provider is None else provider.document.entries))
     if not (entries or provider or admin or problems):
@@ -114,7 +122,16 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         if path and is_accessible_by_others(path)
     ]
     notes += [f"left out: {error}" for error in load_tables_and_errors()[1]]
-    return Configuration(settings, options.host, options.port, server, entries, (*static.notes, *notes))
+    return Configuration(
+        settings,
+        options.host,
+        options.port,
+        server,
+        entries,
+        (*static.notes, *notes),
+        options.workers,
+        options.max_connections,
+    )
 
 
 def _file_provider(path: str | None, rules: SpecRules, problems: ConfigProblems) -> FleetFileProvider | None:
@@ -317,70 +334,6 @@ def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: Confi
     return found
 
 
-def _admin(options: ProxyOptions, problems: ConfigProblems) -> Secret | None:
-    path, variable = options.admin_token_file, options.admin_token_env
-    if path is not None and variable is not None:
-        problems.add("--admin-token-env", "excludes --admin-token-file; give only one of them")
-        return None
-    try:
-        if path is not None:
-            return secret_from_file(path)
-        return None if variable is None else secret_from_variable(variable, os.environ)
-    except SecretError as error:
-        problems.add("the admin API's token", str(error))
-        return None
-
-
-def _tls(options: ProxyOptions, problems: ConfigProblems) -> ssl.SSLContext | None:
-    certificate, key, authority = (options.tls_certificate, options.tls_key, options.tls_client_ca)
-    if certificate is None and key is None and authority is None:
-        return None
-    if certificate is None or key is None:
-        problems.add("--tls-certificate, --tls-key", "https needs both")
-        return None
-    try:
-        return server_ssl_context(ServerTLSSettings(certificate, key, authority))
-    except TLSError as error:
-        problems.add("https for clients", str(error))
-        return None
-
-
-def _signing(options: ProxyOptions, problems: ConfigProblems) -> SigningSettings | None:
-    path, audience = options.sign_with, options.audience
-    if path is None and audience is None:
-        return None
-    if path is None or audience is None:
-        problems.add("--sign-with, --audience", "signed documents need both options")
-        return None
-    signing = SigningSettings(path, audience)
-    try:
-        ReloadingSigner(signing)
-    except SigningKeyringError as error:
-        problems.add("--sign-with", str(error))
-    except ValueError as error:
-        problems.add("--audience", str(error))
-    return signing
-
-
-def _sharing(options: ProxyOptions, problems: ConfigProblems) -> SharingSettings | None:
-    keys = options.share_keys or options.sign_with
-    if options.share is None:
-        if options.share_keys is not None:
-            problems.add("--share-keys", "is used with --share URL")
-        return None
-    if find_spec("valkey") is None:
-        problems.add("--share", "needs the client of Valkey: pip install 'kvparams[valkey]'")
-        return None
-    if keys is None:
-        problems.add("--share", "needs keys in common: --share-keys FILE; `kvparams signing-keys create` makes it")
-        return None
-    try:
-        return share_server(options.share, keys)
-    except SigningKeyringError as error:
-        problems.add("--share-keys", str(error))
-        return None
-
-
 def _tokenizers(options: ProxyOptions, problems: ConfigProblems) -> TokenizersByModel:
     try:
         return load_tokenizers(options.tokenizer or {})
@@ -396,11 +349,3 @@ def _policy(options: ProxyOptions, tokenizers: TokenizersByModel) -> tuple[str, 
     if any(find_spec(name) is None for name in ("numpy", "msgspec")):
         return "round_robin", ["the policy is round_robin; for cache_aware: pip install 'kvparams[proxy,index]'"]
     return "cache_aware", ["the policy is cache_aware because there is a --tokenizer; --policy chooses another one"]
-
-
-def _check_keys(path: Path | None, problems: ConfigProblems) -> None:
-    if path is not None:
-        try:
-            read_api_keys(path)
-        except APIKeysError as error:
-            problems.add("--client-keys", str(error))

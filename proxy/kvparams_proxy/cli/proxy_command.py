@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Final
 
 from starlette.applications import Starlette
@@ -16,6 +17,7 @@ from kvparams_proxy.cli import production_stack_flags
 from kvparams_proxy.cli.configuration import Configuration, build_configuration
 from kvparams_proxy.cli.exchange_check import check_exchange
 from kvparams_proxy.cli.fleet_check import check_fleet
+from kvparams_proxy.cli.worker_pool import run_workers
 from kvparams_proxy.config.options import OPTIONS, Option
 from kvparams_proxy.config.settings import Settings, known_dialects
 from kvparams_proxy.config.signing import ReloadingSigner
@@ -88,6 +90,8 @@ class ProxyCommand:
         needed = sorted(ActiveModes(asked.settings.modes).roles)
         missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
         notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
+        if asked.workers > 1 and not arguments.check:
+            return _run_workers(asked, notes, arguments)
         return run_server("proxy", asked, notes, check=arguments.check)
 
 
@@ -156,11 +160,16 @@ def add_option_flags(parser: argparse.ArgumentParser, without: Collection[str] =
         _add(groups[option.group], option)
 
 
-def load_configuration(command: str, arguments: argparse.Namespace) -> Configuration | None:
-    """Loads the configuration. Returns None if it is invalid, after printing the reason."""
-    logging.basicConfig(level=logging.WARNING, handlers=[LineWriterHandler(LineWriter(_STDERR))])
+def prepare_process(origin: str = "") -> None:
+    """Sets up the log and the limit of open files. `origin` is put into each line of the log."""
+    logging.basicConfig(level=logging.WARNING, handlers=[LineWriterHandler(LineWriter(_STDERR), origin)])
     logging.getLogger("kvparams_proxy").setLevel(logging.INFO)  # that an engine is well again has to be seen, too
     raise_descriptor_limit()
+
+
+def load_configuration(command: str, arguments: argparse.Namespace) -> Configuration | None:
+    """Loads the configuration. Returns None if it is invalid, after printing the reason."""
+    prepare_process()
     try:
         return build_configuration(arguments)
     except ConfigError as error:
@@ -181,22 +190,49 @@ def run_server(
     if check:
         return asyncio.run(_check(command, asked))
     app = make(asked.settings)
-    for note in (*asked.notes, *notes):
-        print(f"kvparams {command}: {note}", file=sys.stderr)
+    _print_notes(command, (*asked.notes, *notes))
     try:
         listener = listen(asked.host, asked.port)
     except OSError as error:
-        where = f"{asked.host}:{asked.port}"
-        print(f"kvparams {command}: cannot listen on {where} ({error}); choose --host or --port", file=sys.stderr)
-        return 1
-    port = listener.getsockname()[1]
-    scheme = "http" if asked.server.tls is None else "https"
-    print(f"kvparams {command}: {scheme}://{asked.host}:{port}, engines: {len(asked.entries)}", flush=True)
+        return _cannot_listen(command, asked, error)
+    _print_address(command, asked, listener.getsockname()[1])
     told = serve(app, listener, asked.server)
     logging.shutdown()
     if told is not None:
         signal.raise_signal(told)
     return 0
+
+
+def _run_workers(asked: Configuration, notes: Iterable[str], arguments: argparse.Namespace) -> int:
+    """Serves with several workers until SIGINT or SIGTERM. Returns the exit status."""
+    _print_notes("proxy", (*asked.notes, *notes))
+    try:
+        end = run_workers(asked, arguments, partial(_print_address, "proxy", asked))
+    except OSError as error:
+        return _cannot_listen("proxy", asked, error)
+    logging.shutdown()
+    if end.message is not None:
+        print(end.message, file=sys.stderr)
+    if end.signal is not None:
+        signal.raise_signal(end.signal)
+    return end.status
+
+
+def _print_notes(command: str, notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"kvparams {command}: {note}", file=sys.stderr)
+
+
+def _print_address(command: str, asked: Configuration, port: int) -> None:
+    scheme = "http" if asked.server.tls is None else "https"
+    more = f", workers: {asked.workers}" if asked.workers > 1 else ""
+    print(f"kvparams {command}: {scheme}://{asked.host}:{port}, engines: {len(asked.entries)}{more}", flush=True)
+
+
+def _cannot_listen(command: str, asked: Configuration, error: OSError) -> int:
+    where = f"{asked.host}:{asked.port}"
+    print(f"kvparams {command}: cannot listen on {where} ({error}); choose --host or --port", file=sys.stderr)
+    return 1
 
 
 async def _check(command: str, asked: Configuration) -> int:

@@ -91,7 +91,7 @@ class SidecarCommand:
             help="the name of the queues at the broker (default: kvparams)",
         )
         add_fleet_flags(group)
-        add_option_flags(parser, without=("mode",))
+        add_option_flags(parser, without=("mode", "workers"))
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Serves until told to stop."""

@@ -4,96 +4,36 @@ A setting has one name in both places, one type and one sentence that says what 
 the file, the file over the default. `--help` and docs/configuration.md are made from these models.
 """
 
-import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Final, NamedTuple, cast, get_args
+from collections.abc import Iterator, Mapping
+from typing import Annotated, ClassVar, Final, NamedTuple, cast, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, PlainValidator, ValidationInfo
+from pydantic import ConfigDict
 from pydantic.fields import FieldInfo
 
-from kvparams import plugins
-from kvparams.routing.managers import factory
-from kvparams.routing.managers.mode_selector import ManagerMode
-from kvparams.settings_model import Allowed, SettingsModel, must_be_one_of
-from kvparams_proxy.config.mode_parsing import parse_mode_flag
-from kvparams_proxy.config.share_url import ShareURL, parse_share_url
-from kvparams_proxy.config.spec_fields import FilePath, Switch, check_path, check_printable, rules_of
+from kvparams.settings_model import SettingsModel
+from kvparams_proxy.config.option_types import (
+    MOST_WORKERS,
+    Count,
+    CountOrNone,
+    File,
+    Flag,
+    Log,
+    Mode,
+    Name,
+    Policy,
+    Port,
+    Seconds,
+    SecondsOrNone,
+    Share,
+    ShareURL,
+    Switch,
+    Tokenizers,
+    Workers,
+    described,
+)
 from kvparams_proxy.config.spec_parsing import DefaultsSection
-from kvparams_proxy.tokenization.tokenizer_choice import TokenizerChoices, parse_tokenizer_choices
 
-__all__ = ["OPTIONS", "OPTION_GROUPS", "Option", "ProxyOptions"]
-
-
-class Flag(NamedTuple):
-    """Describes how a type is written as the value of a flag."""
-
-    metavar: str
-    """Empty for a flag without a value."""
-    is_number: bool = False
-    known: Callable[[], list[str]] | None = None
-    """The names to choose from, where that is what it is."""
-
-
-def _check_log(value: object, info: ValidationInfo) -> str:
-    if value in ("-", "off"):
-        return cast("str", value)
-    try:
-        path = check_path(value, info)
-    except ValueError:
-        path = None
-    if path is None or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError("must be -, off, or the path of a file that can be written")
-    return str(path)
-
-
-def _check_mode(value: object) -> ManagerMode:
-    if not isinstance(value, str):
-        raise ValueError("must be the name of a mode, with options if it needs any: NAME,OPTION=VALUE")
-    return parse_mode_flag(value)
-
-
-def _check_share_url(value: object) -> ShareURL:
-    if not isinstance(value, str):
-        raise ValueError("must be a URL such as valkey://host:6379?prefix=site-a")
-    return parse_share_url(value)
-
-
-def _policies() -> list[str]:
-    return plugins.plugin_names("policies")
-
-
-def _help(text: str) -> Any:
-    return Field(description=text)
-
-
-_MOST: Final = (1 << 53) - 1
-_S: Final = Flag("S", is_number=True)
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False), Allowed("a number of seconds, more than 0"), _S]
-_SecondsOrNone = Annotated[float, Field(ge=0, allow_inf_nan=False), Allowed("a number of seconds, at least 0"), _S]
-_Count = Annotated[int, Field(ge=1, le=_MOST), Allowed("a whole number, at least 1"), Flag("N", is_number=True)]
-_CountOrNone = Annotated[int, Field(ge=0, le=_MOST), Allowed("a whole number, at least 0"), Flag("N", is_number=True)]
-_Port = Annotated[int, Field(ge=0, le=65535), Allowed("a port from 0 to 65535"), Flag("PORT", is_number=True)]
-_Name = Annotated[
-    str,
-    Field(min_length=1, max_length=1024),
-    AfterValidator(check_printable),
-    Allowed("text of 1 to 1024 characters"),
-    Flag("NAME"),
-]
-_File = Annotated[FilePath, Flag("FILE")]
-_Share = Annotated[float, Field(ge=0, le=1), Allowed("a share, from 0 to 1"), Flag("SHARE", is_number=True)]
-_Log = Annotated[str, PlainValidator(_check_log), Flag("FILE|-|off")]
-_Policy = Annotated[
-    str, PlainValidator(lambda value: must_be_one_of(value, _policies())), Flag("NAME", known=_policies)
-]
-_Mode = Annotated[ManagerMode, PlainValidator(_check_mode), Flag("NAME[,OPTION=VALUE]", known=factory.manager_names)]
-_Tokenizers = Annotated[
-    TokenizerChoices,
-    PlainValidator(lambda value, info: parse_tokenizer_choices(value, rules_of(info).folder)),
-    Flag("[MODEL=]PATH|engine|bytes"),
-]
-_Switch = Annotated[Switch, Flag("")]
-_ShareURL = Annotated[ShareURL, PlainValidator(_check_share_url), Flag("URL")]
+__all__ = ["MOST_WORKERS", "OPTIONS", "OPTION_GROUPS", "Option", "ProxyOptions"]
 
 
 class _OptionGroup(SettingsModel):
@@ -110,36 +50,43 @@ class _OptionGroup(SettingsModel):
 class _ListenOptions(_OptionGroup):
     title = "where to listen"
 
-    host: Annotated[_Name, _help("the address to listen on; 0.0.0.0 stands for all addresses of this machine")] = (
+    host: Annotated[Name, described("the address to listen on; 0.0.0.0 stands for all addresses of this machine")] = (
         "127.0.0.1"
     )
-    port: Annotated[_Port, _help("the port to listen on; 0 picks a free one")] = 8100
-    tls_certificate: Annotated[_File | None, _help("serve https with this certificate chain (PEM)")] = None
-    tls_key: Annotated[_File | None, _help("the private key of --tls-certificate (PEM)")] = None
+    port: Annotated[Port, described("the port to listen on; 0 picks a free one")] = 8100
+    tls_certificate: Annotated[File | None, described("serve https with this certificate chain (PEM)")] = None
+    tls_key: Annotated[File | None, described("the private key of --tls-certificate (PEM)")] = None
     tls_client_ca: Annotated[
-        _File | None, _help("require client certificates that these authorities have issued (mTLS, PEM)")
+        File | None, described("require client certificates that these authorities have issued (mTLS, PEM)")
     ] = None
     max_connections: Annotated[
-        _Count | None,
-        _help(
+        Count | None,
+        described(
             "the largest number of client connections. A new connection closes the one that has been idle for "
             "longest; if none is idle, the new one gets a 503 (default: somewhat less than half of the files "
             "that the process may open)"
         ),
     ] = None
     max_connections_per_address: Annotated[
-        _Count | None, _help("the largest number of client connections from one IP address; further ones get a 503")
+        Count | None, described("the largest number of client connections from one IP address; further ones get a 503")
     ] = None
+    workers: Annotated[
+        Workers,
+        described(
+            "the number of processes that serve this port, up to 64; auto is one for each usable core; SIGHUP replaces "
+            "them without losing a request"
+        ),
+    ] = 1
     drain_delay: Annotated[
-        _SecondsOrNone,
-        _help(
+        SecondsOrNone,
+        described(
             "seconds after SIGTERM or Ctrl-C in which /health answers 503 and new requests are still accepted. "
             "Behind a load balancer, choose more than the load balancer needs to notice"
         ),
     ] = 0.0
     grace: Annotated[
-        _SecondsOrNone,
-        _help(
+        SecondsOrNone,
+        described(
             "seconds after --drain-delay in which running requests may finish. Then, or at a second signal, they "
             "end with an error"
         ),
@@ -150,24 +97,24 @@ class _ClientOptions(_OptionGroup):
     title = "clients"
 
     client_keys: Annotated[
-        _File | None, _help("require an API key of this file from clients; `kvparams keys` makes them")
+        File | None, described("require an API key of this file from clients; `kvparams keys` makes them")
     ] = None
     client_timeout: Annotated[
-        _Seconds, _help("how long a client may read nothing of its answer before it is disconnected")
+        Seconds, described("how long a client may read nothing of its answer before it is disconnected")
     ] = 300.0
     max_body_bytes: Annotated[
-        _Count, _help("the largest body of a request, in bytes; images in chats may need more")
+        Count, described("the largest body of a request, in bytes; images in chats may need more")
     ] = 16 << 20
     max_body_memory: Annotated[
-        _Count | None,
-        _help(
+        Count | None,
+        described(
             "the largest size of all request bodies together, in bytes; further requests get a 503 with "
             "Retry-After (default: 512 MiB, or 32 times --max-body-bytes)"
         ),
     ] = None
     expose_route: Annotated[
-        _Switch,
-        _help(
+        Switch,
+        described(
             "add response headers that name the engines (x-kvparams-prefill, x-kvparams-decode) and explain the "
             "choice (x-kvparams-decision)"
         ),
@@ -178,48 +125,52 @@ class _LegOptions(_OptionGroup):
     title = "how legs run"
 
     mode: Annotated[
-        _Mode | None,
-        _help(
+        Mode | None,
+        described(
             "how prefill and decode are coordinated (default: prefill_then_decode). The fleet file can choose by "
             "request, under `modes`. The modes are"
         ),
     ] = None
     policy: Annotated[
-        _Policy | None,
-        _help(
+        Policy | None,
+        described(
             "how the proxy chooses an engine for a request (default: cache_aware with --tokenizer, otherwise "
             "round_robin). The policies are"
         ),
     ] = None
     tokenizer: Annotated[
-        _Tokenizers | None,
-        _help(
+        Tokenizers | None,
+        described(
             "how the proxy gets the token ids of text prompts, for cache-aware routing: PATH, a folder with "
             "tokenizer.json; engine, which asks the engine's /tokenize; or bytes, an estimate from the text's "
             "bytes. Separate several models by commas"
         ),
     ] = None
-    prefill_timeout: Annotated[_Seconds, _help("the longest time that a prefill engine may take for a prompt")] = 300.0
+    prefill_timeout: Annotated[Seconds, described("the longest time that a prefill engine may take for a prompt")] = (
+        300.0
+    )
     decode_timeout: Annotated[
-        _Seconds, _help("the longest time that a decode engine may send no tokens; SSE comments do not count")
+        Seconds, described("the longest time that a decode engine may send no tokens; SSE comments do not count")
     ] = 600.0
     request_timeout: Annotated[
-        _Seconds | None,
-        _help("the longest time for a whole request, from its last byte to the end of its answer (default: no limit)"),
+        Seconds | None,
+        described(
+            "the longest time for a whole request, from its last byte to the end of its answer (default: no limit)"
+        ),
     ] = None
-    retries: Annotated[_CountOrNone, _help("how many more attempts a request may have when engines fail")] = 2
+    retries: Annotated[CountOrNone, described("how many more attempts a request may have when engines fail")] = 2
     continuation: Annotated[
-        _Switch,
-        _help(
+        Switch,
+        described(
             "continue a stream on another engine if its decode engine fails. Requests with `n` above 1, `stop`, "
             "tools, logprobs, structured output or penalties cannot be continued; they end with an error event"
         ),
     ] = False
     probe: Annotated[
-        _Seconds, _help("seconds between two health checks of an engine, which also ask which models it serves")
+        Seconds, described("seconds between two health checks of an engine, which also ask which models it serves")
     ] = 5.0
     slow_start: Annotated[
-        _SecondsOrNone, _help("seconds in which the load of an engine that comes back rises to its full share")
+        SecondsOrNone, described("seconds in which the load of an engine that comes back rises to its full share")
     ] = 10.0
 
 
@@ -227,53 +178,59 @@ class _RoomOptions(_OptionGroup):
     title = "limits (without them requests wait in the engines' own queues)"
 
     prefill_requests: Annotated[
-        _Count | None, _help("the largest number of requests that run on one prefill engine; others wait in the proxy")
+        Count | None,
+        described("the largest number of requests that run on one prefill engine; others wait in the proxy"),
     ] = None
     prefill_tokens: Annotated[
-        _Count | None,
-        _help("the largest number of prompt tokens that run on one prefill engine; other requests wait in the proxy"),
+        Count | None,
+        described(
+            "the largest number of prompt tokens that run on one prefill engine; other requests wait in the proxy"
+        ),
     ] = None
     decode_requests: Annotated[
-        _Count | None, _help("the largest number of requests that run on one decode engine; others wait in the proxy")
+        Count | None,
+        described("the largest number of requests that run on one decode engine; others wait in the proxy"),
     ] = None
     decode_tokens: Annotated[
-        _Count | None,
-        _help("the largest number of prompt tokens that run on one decode engine; other requests wait in the proxy"),
+        Count | None,
+        described(
+            "the largest number of prompt tokens that run on one decode engine; other requests wait in the proxy"
+        ),
     ] = None
     aggregated_requests: Annotated[
-        _Count | None,
-        _help("the largest number of requests that run on one aggregated engine; others wait in the proxy"),
+        Count | None,
+        described("the largest number of requests that run on one aggregated engine; others wait in the proxy"),
     ] = None
     aggregated_tokens: Annotated[
-        _Count | None,
-        _help(
+        Count | None,
+        described(
             "the largest number of prompt tokens that run on one aggregated engine; other requests wait in the proxy"
         ),
     ] = None
     queue: Annotated[
-        _CountOrNone,
-        _help("the largest number of requests that wait for each role; further ones get a 503 with Retry-After"),
+        CountOrNone,
+        described("the largest number of requests that wait for each role; further ones get a 503 with Retry-After"),
     ] = 1024
     queue_per_tenant: Annotated[
-        _Count | None,
-        _help("the largest number of one tenant's requests that wait for each role; further ones get a 429"),
+        Count | None,
+        described("the largest number of one tenant's requests that wait for each role; further ones get a 429"),
     ] = None
-    queue_wait: Annotated[_Seconds, _help("how long a request may wait in the proxy")] = 60.0
+    queue_wait: Annotated[Seconds, described("how long a request may wait in the proxy")] = 60.0
 
 
 class _SharingOptions(_OptionGroup):
     title = "several proxies in front of one fleet"
 
     share: Annotated[
-        _ShareURL | None,
-        _help(
+        ShareURL | None,
+        described(
             "where the proxies of a site tell each other their load, caches and failures: "
             "valkey://host:6379?prefix=SITE; no request ever waits for it"
         ),
     ] = None
     share_keys: Annotated[
-        _File | None,
-        _help("the signing keys that these proxies have in common (default: the file of --sign-with)"),
+        File | None,
+        described("the signing keys that these proxies have in common (default: the file of --sign-with)"),
     ] = None
 
 
@@ -281,22 +238,24 @@ class _SigningOptions(_OptionGroup):
     title = "signed documents, for engines that verify them"
 
     sign_with: Annotated[
-        _File | None,
-        _help(
+        File | None,
+        described(
             "sign the KV transfer documents for engines with the keys of this file; `kvparams signing-keys` makes it"
         ),
     ] = None
     audience: Annotated[
-        _Name | None, _help("the name of the engine pool that signed documents are for; required with --sign-with")
+        Name | None, described("the name of the engine pool that signed documents are for; required with --sign-with")
     ] = None
 
 
 class _AdminOptions(_OptionGroup):
     title = "admin API, under /admin"
 
-    admin_token_file: Annotated[_File | None, _help("serve the admin API, and require the token in this file")] = None
+    admin_token_file: Annotated[File | None, described("serve the admin API, and require the token in this file")] = (
+        None
+    )
     admin_token_env: Annotated[
-        _Name | None, _help("serve the admin API, and require the token in this environment variable")
+        Name | None, described("serve the admin API, and require the token in this environment variable")
     ] = None
 
 
@@ -304,15 +263,15 @@ class _TelemetryOptions(_OptionGroup):
     title = "logs and traces (metrics are at /metrics)"
 
     log_requests: Annotated[
-        _Log,
-        _help(
+        Log,
+        described(
             "where to write one line of JSON for each request, without prompts and answers: a file, - for "
             "standard output, or off"
         ),
     ] = "-"
     trace: Annotated[
-        _Share | None,
-        _help(
+        Share | None,
+        described(
             "send OpenTelemetry traces for this share of requests, from 0 to 1. The OTEL_* environment variables "
             "name the collector"
         ),
@@ -323,7 +282,8 @@ class _FaultOptions(_OptionGroup):
     title = "troubleshooting"
 
     plain_asgi: Annotated[
-        _Switch, _help("write answers through ASGI instead of directly to the transport; slower, with the same results")
+        Switch,
+        described("write answers through ASGI instead of directly to the transport; slower, with the same results"),
     ] = False
 
 

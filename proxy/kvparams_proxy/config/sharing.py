@@ -1,16 +1,18 @@
 """Defines how a proxy shares its fleet with others: where they meet, and the keys that they have in common."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
+from secrets import token_bytes
 from typing import Final, NamedTuple
 
 from kvparams.signing.keyring import SigningKeyring, SigningKeyringError
 from kvparams.signing.keyring_file import WatchedKeyring
 from kvparams_proxy.config.share_url import ShareURL
 
-__all__ = ["EXCHANGE_KEY_FILE", "SharingSettings", "share_directory", "share_server"]
+__all__ = ["EXCHANGE_KEY_FILE", "SharingSettings", "share_directory", "share_server", "write_exchange_key"]
 
 EXCHANGE_KEY_FILE: Final = "exchange.key"
 """In the directory of a supervisor: 32 random bytes."""
@@ -65,6 +67,17 @@ def share_directory(directory: Path) -> SharingSettings:
     """
     secret = (directory / EXCHANGE_KEY_FILE).read_bytes()
     return SharingSettings(directory, lambda: (secret,))
+
+
+def write_exchange_key(directory: Path) -> None:
+    """Writes a new key for the workers of one supervisor, which nobody else can read.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    file = os.open(directory / EXCHANGE_KEY_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(file, "wb") as opened:
+        opened.write(token_bytes(32))
 
 
 def _secrets(keyring: SigningKeyring) -> Sequence[bytes]:

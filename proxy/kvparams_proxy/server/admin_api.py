@@ -15,8 +15,8 @@
     PUT    /admin/modes                    the same from now on; requests that run are not touched
     POST   /admin/explain-route            where this request would go now, and why; ?path= and ?tenant=
 
-A change holds at all proxies of the site (`--share`), and is forgotten when the last of them ends. A request is read
-only after its token has been verified, and no response contains a secret.
+A change holds at all workers and at all proxies of the site (`--share`), and is forgotten when the last of them ends. A
+request is read only after its token has been verified, and no response contains a secret.
 """
 
 from collections.abc import Awaitable, Callable, Generator, Mapping

@@ -13,16 +13,20 @@ from kvparams_proxy.server.lifespan import app_lifespan
 from kvparams_proxy.server.public_api import EXCEPTION_HANDLERS, public_routes
 from kvparams_proxy.server.request_handler import ASGIRequestHandler
 from kvparams_proxy.upstream.interface import UpstreamFactory
+from kvparams_proxy.workers.worker_link import WorkerLink
 
 __all__ = ["create_app"]
 
 
-def create_app(settings: Settings, reach: UpstreamFactory | None = None) -> Starlette:
+def create_app(
+    settings: Settings, reach: UpstreamFactory | None = None, *, worker: WorkerLink | None = None
+) -> Starlette:
     """Makes the app of the proxy.
 
     Args:
         settings: the operator's.
         reach: asked once for each instance that joins.
+        worker: connects this process to its supervisor, where it is one of several workers.
 
     Raises:
         PluginError: a policy, manager or dialect that is named is not registered; traces are wanted and the extra
@@ -37,7 +41,7 @@ def create_app(settings: Settings, reach: UpstreamFactory | None = None) -> Star
             *public_routes(),
             *(admin_routes(settings.admin_token) if settings.admin_token is not None else ()),
         ],
-        lifespan=partial(app_lifespan, settings, load_app_plugins(settings), reach),
+        lifespan=partial(app_lifespan, settings, load_app_plugins(settings), reach, worker),
         exception_handlers=EXCEPTION_HANDLERS,
     )
     app.router.redirect_slashes = False  # `/v1/models/` is another path, and not served

@@ -3,6 +3,9 @@
 Shutting down has four steps. A first SIGINT or SIGTERM has `/health` answer 503 while requests are still served, for
 `drain_delay_s`; then the listener closes and requests that run go on for `grace_s`; then what still runs is cut, with
 an error that says so, a line in the log, and its KV given back. A second signal goes straight to the last step.
+
+A worker that has a successor retires instead. It stops accepting at once, but keeps idle connections open: a client may
+be sending a request on one of them. A connection closes with its next answer, or when it has been idle for too long.
 """
 
 import asyncio
@@ -30,7 +33,7 @@ from kvparams_proxy.server.file_descriptors import backlog_for, descriptor_limit
 from kvparams_proxy.server.http_protocol import HTTPProtocol, ServerContext
 from kvparams_proxy.telemetry.request_record import RefusedRequest
 
-__all__ = ["ProxyServer", "ServerSettings", "listen", "serve"]
+__all__ = ["ProxyServer", "ServerSettings", "listen", "serve", "tune_garbage_collection"]
 
 _log: Final = logging.getLogger(__name__)
 _GC_THRESHOLDS: Final = (20_000, 20, 50)
@@ -88,7 +91,7 @@ async def _until_signal(app: Starlette, listener: socket.socket, settings: Serve
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, tell, number)
-    started = asyncio.ensure_future(_tune_garbage_collection(server))
+    started = asyncio.ensure_future(tune_garbage_collection(server))
     try:
         await server.run(listener)
     finally:
@@ -98,7 +101,7 @@ async def _until_signal(app: Starlette, listener: socket.socket, settings: Serve
     return told[0] if told else None
 
 
-async def _tune_garbage_collection(server: "ProxyServer") -> None:
+async def tune_garbage_collection(server: "ProxyServer") -> None:
     """Excludes the objects that exist after the start from garbage collection: they stay until the end."""
     await server.started.wait()
     gc.collect()
@@ -112,7 +115,7 @@ class ProxyServer:
     def __init__(self, app: Starlette, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
-        self._told = 0
+        self._retiring = asyncio.Event()
         self._stopping = asyncio.Event()
         self._cutting = asyncio.Event()
         self.started = asyncio.Event()
@@ -120,10 +123,22 @@ class ProxyServer:
 
     def stop(self) -> None:
         """Begins to shut down; called again, ends what still runs."""
-        self._told += 1
-        (self._stopping if self._told == 1 else self._cutting).set()
-        if self._told > 1:
-            self._stopping.set()
+        if self._stopping.is_set():
+            self._cutting.set()
+        self._stopping.set()
+
+    def drain(self) -> None:
+        """Begins to shut down. A second call changes nothing."""
+        self._stopping.set()
+
+    def retire(self) -> None:
+        """Stops accepting, and ends the server when all connections have closed: a successor accepts new ones."""
+        self._retiring.set()
+
+    def cut(self) -> None:
+        """Ends running requests, and the server."""
+        self._stopping.set()
+        self._cutting.set()
 
     async def run(self, listener: socket.socket) -> None:
         """Serves until `stop` is called, and shuts down."""
@@ -154,7 +169,7 @@ class ProxyServer:
         accepting = await loop.create_server(factory, sock=listener, ssl=tls, backlog=backlog)
         try:
             self.started.set()
-            await self._stopping.wait()
+            await _first(None, self._stopping.wait(), self._retiring.wait())
             await self._drain(connections, accepting, state.get("draining"))
         finally:
             accepting.close()
@@ -164,14 +179,19 @@ class ProxyServer:
     ) -> None:
         """Lets requests end, within the time there is."""
         settings = self._settings
-        if draining is not None:
-            draining.is_draining = True
-        _log.info("the proxy is shutting down; a second signal ends running requests")
         connections.drain()
-        await _first(settings.drain_delay_s, self._cutting.wait())
-        accepting.close()
-        connections.close_idle()
-        await _first(settings.grace_s, self._cutting.wait(), connections.wait_empty())
+        if not self._stopping.is_set():
+            accepting.close()
+            await _first(settings.grace_s, self._stopping.wait(), connections.wait_empty())
+            connections.close_idle()
+        if self._stopping.is_set():
+            if draining is not None:
+                draining.is_draining = True
+            _log.info("the proxy is shutting down; a second signal ends running requests")
+            await _first(settings.drain_delay_s, self._cutting.wait())
+            accepting.close()
+            connections.close_idle()
+            await _first(settings.grace_s, self._cutting.wait(), connections.wait_empty())
         if connections:
             _log.warning("the proxy shuts down and closes %d connections", len(connections))
 
@@ -195,8 +215,8 @@ def _service(
     return ServerContext(loop, app, state, endpoints if direct else {}, connections, refused, bodies)
 
 
-async def _first(longest_s: float, *events: Coroutine[Any, Any, object]) -> None:
-    """Waits until one of `events` is over, or `longest_s` have passed."""
+async def _first(longest_s: float | None, *events: Coroutine[Any, Any, object]) -> None:
+    """Waits until one of `events` is over, or `longest_s` have passed if they are given."""
     tasks = [asyncio.ensure_future(event) for event in events]
     try:
         await asyncio.wait(tasks, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)

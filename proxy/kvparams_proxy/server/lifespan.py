@@ -6,22 +6,18 @@ both hold nothing before the first instance joins.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
-from itertools import count
 from random import Random
-from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from starlette.applications import Starlette
 
 from kvparams.instances import Instance, Role
-from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams.routing.retries import RetryBudget
 from kvparams.version import __version__
-from kvparams_proxy.config.settings import DEFAULT_MODES, Settings
-from kvparams_proxy.config.signing import ReloadingSigner
+from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.coordination.exchange_gauges import ExchangeGauges
 from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.coordination.settings_sync import SettingsSync
@@ -29,7 +25,6 @@ from kvparams_proxy.event_loop.clock import StallAwareClock
 from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.event_loop.step_runner import StepRunner
 from kvparams_proxy.event_loop.turn_batcher import TurnBatcher
-from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.kv_releaser import KVReleaser
 from kvparams_proxy.execution.resources import ExecutionResources
@@ -41,12 +36,12 @@ from kvparams_proxy.fleet.registry.instance_spec import KV_EVENTS_REQUIREMENT
 from kvparams_proxy.fleet.registry.providers import run_providers
 from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
-from kvparams_proxy.requests.authentication import APIKeyAuthenticator
 from kvparams_proxy.requests.body import BodyBudget
-from kvparams_proxy.requests.endpoints import ENDPOINTS, APIEndpoint
+from kvparams_proxy.requests.endpoints import ENDPOINTS
 from kvparams_proxy.server.app_plugins import AppPlugins
 from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
 from kvparams_proxy.server.draining import DrainState
+from kvparams_proxy.server.lifespan_helpers import id_maker, reload_on_change, role_alone, switch_modes
 from kvparams_proxy.server.memory_trimmer import MemoryTrimmer
 from kvparams_proxy.server.request_handler import RequestHandler
 from kvparams_proxy.server.shared_admin import SharedAdmin
@@ -57,7 +52,7 @@ from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.prefix_cache_gauges import PrefixCacheGauges
 from kvparams_proxy.telemetry.production_stack_gauges import ProductionStackGauges
 from kvparams_proxy.telemetry.prompt_gauges import PromptGauges
-from kvparams_proxy.telemetry.proxy_gauges import ProxyGauges
+from kvparams_proxy.telemetry.proxy_gauges import InstanceGauges, ProxyGauges
 from kvparams_proxy.telemetry.record_dispatcher import RecordDispatcher
 from kvparams_proxy.telemetry.request_log import RequestLog
 from kvparams_proxy.telemetry.tracing import Tracer
@@ -66,6 +61,8 @@ from kvparams_proxy.tokenization.service import TokenService
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.interface import Upstream, UpstreamFactory
 from kvparams_proxy.upstream.types import UpstreamLimits
+from kvparams_proxy.worker_identity import WorkerIdentity
+from kvparams_proxy.workers.worker_link import WorkerLink
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.kv_events.consumer import KVEventConsumer
@@ -73,8 +70,6 @@ if TYPE_CHECKING:
 
 __all__ = ["app_lifespan"]
 
-_KEYS_S: Final = 1.0
-"""How often files of keys are looked at."""
 _RELEASE_S: Final = 2.0
 """For engines to hear of KV that nobody will fetch, when the proxy ends."""
 
@@ -109,15 +104,21 @@ class _AppParts(NamedTuple):
 
 @asynccontextmanager
 async def app_lifespan(
-    settings: Settings, plugins: AppPlugins, reach: UpstreamFactory | None, app: Starlette
+    settings: Settings,
+    plugins: AppPlugins,
+    reach: UpstreamFactory | None,
+    worker: WorkerLink | None,
+    app: Starlette,
 ) -> AsyncGenerator[Mapping[str, Any]]:
-    """Is Starlette's `lifespan`, once its first three arguments are bound. Yields the state of requests."""
+    """Is Starlette's `lifespan`, once all arguments but the last are bound. Yields the state of requests."""
     async with AsyncExitStack() as stack:
-        parts = _open_parts(stack, settings, plugins, reach)
+        parts = _open_parts(stack, settings, plugins, reach, None if worker is None else worker.identity)
+        if worker is not None:
+            worker.attach(parts.exposition)
         resources = _execution_resources(settings, plugins, parts)
         generate = {
             each.path: RequestHandler(
-                resources, plugins.modes, plugins.keys, each, parts.bodies, _role_alone(each, settings.local)
+                resources, plugins.modes, plugins.keys, each, parts.bodies, role_alone(each, settings.local)
             )
             for each in ENDPOINTS
         }
@@ -132,6 +133,8 @@ async def app_lifespan(
             "modes": plugins.modes,
             "generate": generate,
             "exposition": parts.exposition,
+            "scrape": parts.exposition.text if worker is None else worker.scrape,
+            "worker": worker,
             "keys": plugins.keys,
             "draining": DrainState(),
             "sync": parts.sync,
@@ -141,7 +144,11 @@ async def app_lifespan(
 
 
 def _open_parts(
-    stack: AsyncExitStack, settings: Settings, plugins: AppPlugins, reach: UpstreamFactory | None
+    stack: AsyncExitStack,
+    settings: Settings,
+    plugins: AppPlugins,
+    reach: UpstreamFactory | None,
+    worker: WorkerIdentity | None,
 ) -> _AppParts:
     """Makes everything that needs no task of its own."""
     loop = asyncio.get_running_loop()
@@ -150,13 +157,13 @@ def _open_parts(
     prefixes = plugins.make_prefix_cache(loop.time)
     fleet = _make_fleet(loop, settings, plugins, prefixes)
     sync = _open_sync(stack, loop, settings, fleet, prefixes)
-    registry = Registry(fleet, settings.spec_rules, settings.local_id, partial(_switch_modes, settings, plugins.modes))
+    registry = Registry(fleet, settings.spec_rules, settings.local_id, partial(switch_modes, settings, plugins.modes))
     pools = UpstreamPools(partial(_make_upstream, reach, registry, settings.upstream_limits, clock))
     fleet.add_listener(pools)
     addresses = EngineAddresses()
     fleet.add_listener(addresses)
     deadlines = Deadlines(loop, clock)
-    telemetry = _open_telemetry(stack, loop, settings, plugins)
+    telemetry = _open_telemetry(stack, loop, settings, plugins, worker)
     tokens = _open_token_service(stack, loop, settings, fleet, pools, deadlines)
     events = _open_event_consumer(stack, loop, settings, fleet, prefixes, sync)
     trimmer = MemoryTrimmer(loop)
@@ -166,12 +173,16 @@ def _open_parts(
     metrics = telemetry.metrics
     exposition = MetricsExposition(
         metrics,
-        ProxyGauges(metrics, fleet, pools, releaser, telemetry.request_log, bodies),
-        ProductionStackGauges(metrics, fleet, loop.time),
+        ProxyGauges(metrics, fleet, releaser, telemetry.request_log, bodies),
         *(() if prefixes is None else (PrefixCacheGauges(prefixes),)),
         *(() if events is None else (KVEventGauges(events),)),
         *(() if tokens is None else (PromptGauges(tokens),)),
         *(() if sync is None else (ExchangeGauges(sync.exchange),)),
+        gauges=(
+            InstanceGauges(metrics, fleet, pools, releaser),
+            ProductionStackGauges(metrics, fleet, loop.time),
+        ),
+        flush=telemetry.record_dispatcher.flush,
     )
     stack.callback(LoopLag(loop, metrics.loop_lag).close)
     stack.callback(pools.close)
@@ -235,14 +246,19 @@ def _settings_sync(sync: FleetSync | None) -> SettingsSync:
 
 
 def _open_telemetry(
-    stack: AsyncExitStack, loop: asyncio.AbstractEventLoop, settings: Settings, plugins: AppPlugins
+    stack: AsyncExitStack,
+    loop: asyncio.AbstractEventLoop,
+    settings: Settings,
+    plugins: AppPlugins,
+    worker: WorkerIdentity | None,
 ) -> _Telemetry:
     """Opens what reads the records of requests, and the dispatcher that brings them there."""
     metrics = Metrics()
     spans = plugins.make_span_exporter()
     if spans is not None:
         stack.push_async_callback(spans.close)
-    journal = None if settings.log_requests == "off" else RequestLog(loop, settings.log_requests)
+    lock = None if worker is None else worker.directory / "request-log.lock"
+    journal = None if settings.log_requests == "off" else RequestLog(loop, settings.log_requests, lock)
     if journal is not None:
         stack.callback(journal.close)
     dispatcher = RecordDispatcher(loop, [reader for reader in (metrics, journal, spans) if reader is not None])
@@ -259,7 +275,7 @@ def _execution_resources(settings: Settings, plugins: AppPlugins, parts: _AppPar
         metrics=parts.telemetry.metrics,
         record_dispatcher=parts.telemetry.record_dispatcher,
         settings=settings,
-        new_id=_id_maker(),
+        new_id=id_maker(),
         start_batcher=TurnBatcher(parts.loop),
         response_batchers={role: TurnBatcher(parts.loop) for role in Role},
         running_executions=set(),
@@ -285,8 +301,8 @@ async def _start_tasks(stack: AsyncExitStack, settings: Settings, plugins: AppPl
     if parts.sync is not None:
         parts.sync.probe = prober.probe_now
         parts.sync.start()
-    await stack.enter_async_context(_reload_on_change(plugins.keys, "client keys"))
-    await stack.enter_async_context(_reload_on_change(plugins.signing, "signing keys"))
+    await stack.enter_async_context(reload_on_change(plugins.keys, "client keys"))
+    await stack.enter_async_context(reload_on_change(plugins.signing, "signing keys"))
 
 
 async def _end_running(resources: ExecutionResources) -> None:
@@ -296,20 +312,6 @@ async def _end_running(resources: ExecutionResources) -> None:
     with suppress(TimeoutError):
         async with asyncio.timeout(_RELEASE_S):
             await resources.kv_releaser.wait_settled()
-
-
-def _switch_modes(settings: Settings, modes: ActiveModes, source: str, wanted: Sequence[ManagerMode]) -> None:
-    """Replaces the modes by those of a source, unless a flag has fixed them at the start."""
-    if not settings.modes_are_fixed:
-        modes.replace(wanted or DEFAULT_MODES, source)
-
-
-def _role_alone(endpoint: APIEndpoint, local: Instance | None) -> Role | None:
-    """Returns the role whose engines answer alone.
-
-    The engine beside this proxy does what is not decode's, whatever its role is.
-    """
-    return endpoint.role if local is None or endpoint.role is not Role.PREFILL else local.role
 
 
 def _open_token_service(
@@ -343,20 +345,6 @@ def _make_upstream(
     )
 
 
-@asynccontextmanager
-async def _reload_on_change(keys: APIKeyAuthenticator | ReloadingSigner | None, what: str) -> AsyncGenerator[None]:
-    """Reads keys again whenever their file has changed."""
-    if keys is None:
-        yield
-        return
-    task = asyncio.create_task(keys.watch_file(_KEYS_S), name=f"follow {what}")
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-
-
 def _open_event_consumer(
     stack: AsyncExitStack,
     loop: asyncio.AbstractEventLoop,
@@ -385,9 +373,3 @@ def _open_event_consumer(
     stack.callback(events.close)
     fleet.add_listener(events)
     return events
-
-
-def _id_maker() -> Callable[[], str]:
-    """Returns a function that makes unique ids, across processes and runs. They are not secret: none costs entropy."""
-    run, numbers = token_hex(12), count()
-    return lambda: f"{run}-{next(numbers):x}"

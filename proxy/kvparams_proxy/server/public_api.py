@@ -1,6 +1,7 @@
 """The routes that everybody may use besides generation: models, health, metrics; and the app's error answers."""
 
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any, Final, cast
 
 from starlette.exceptions import HTTPException
@@ -11,12 +12,10 @@ from starlette.routing import Route
 from kvparams.instances import Role
 from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair
 from kvparams_proxy.requests.authentication import Unauthorized
 from kvparams_proxy.server.request_handler import require_client
-from kvparams_proxy.telemetry.exposition import MetricsExposition
 
 __all__ = ["EXCEPTION_HANDLERS", "public_routes"]
 
@@ -91,10 +90,11 @@ async def _health(request: Request) -> Response:
 
 
 async def _metrics(request: Request) -> Response:
-    exposition: MetricsExposition = request.state.exposition
-    resources: ExecutionResources = request.state.resources
-    resources.record_dispatcher.flush()
-    text, content_type = await exposition.text(request.headers.get("accept", ""))
+    scrape: Callable[[str], Awaitable[tuple[bytes, str]]] = request.state.scrape
+    try:
+        text, content_type = await scrape(request.headers.get("accept", ""))
+    except ProxyError as error:
+        return Response(error.body(), error.status, _headers(error), "application/json")
     return Response(text, headers={"content-type": content_type})
 
 

@@ -2,11 +2,17 @@
 
 Writers never wait and never fail. Lines that a slow, full or closed destination does not take within the bounded buffer
 are dropped and counted.
+
+Several processes may write to one destination. A single write to a file is atomic (`O_APPEND`), but one to a pipe only
+up to 4096 bytes (pipe(7), PIPE_BUF). So these processes share a lock. The kernel releases the lock of a killed process.
 """
 
+import fcntl
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Final, NamedTuple
 
@@ -26,12 +32,13 @@ class _LineBatch(NamedTuple):
 class LineWriter:
     """Writes lines to one destination. Lines stay whole and in order."""
 
-    def __init__(self, place: str | int) -> None:
+    def __init__(self, place: str | int, lock: Path | None = None) -> None:
         """Starts the thread that writes.
 
         Args:
             place: a path, to which is added, or `STDOUT`, or the number of an open descriptor. A file that is moved
                 away is begun anew (log rotation).
+            lock: a lock file for all processes that write to this place.
 
         Raises:
             OSError: the file cannot be written.
@@ -44,6 +51,7 @@ class LineWriter:
         else:
             with suppress(OSError):  # it is closed: everything is dropped
                 self._fd = os.dup(place)  # a number of our own: 1 could be closed, and be a client's socket next
+        self._lock_fd = -1 if lock is None else os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._torn = False
         self._batches: SimpleQueue[_LineBatch | None] = SimpleQueue()
         self._given_bytes = 0
@@ -84,16 +92,30 @@ class LineWriter:
             except OSError:
                 self._lost += batch.lines
             self._taken_bytes += len(batch.data)
-        if self._fd >= 0:
-            with suppress(OSError):
-                os.close(self._fd)
+        for fd in (self._fd, self._lock_fd):
+            if fd >= 0:
+                with suppress(OSError):
+                    os.close(fd)
 
     def _write(self, data: bytes) -> None:
         view = memoryview(b"\n" + data if self._torn else data)
-        self._torn = True  # until all of it is there
-        while view:
-            view = view[os.write(self._fd, view) :]
-        self._torn = False
+        with self._locked():
+            self._torn = True  # until all of it is there
+            while view:
+                view = view[os.write(self._fd, view) :]
+            self._torn = False
+
+    @contextmanager
+    def _locked(self) -> Generator[None]:
+        """Holds the lock, if there is one. Only the writer's thread waits for it."""
+        if self._lock_fd < 0:
+            yield
+            return
+        fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._lock_fd, fcntl.LOCK_UN)
 
     def _reopen(self) -> None:
         """Opens a new file if the old one has been moved away."""

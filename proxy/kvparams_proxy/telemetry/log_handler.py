@@ -7,7 +7,7 @@ from kvparams_proxy.telemetry.line_writer import LineWriter
 
 __all__ = ["LineWriterHandler"]
 
-_FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_FORMAT: Final = "%(asctime)s %(levelname)s {origin}%(name)s: %(message)s"
 _CLOSE_S: Final = 1.0
 """For what is left at the end; a place that does not take it gets no more."""
 
@@ -15,10 +15,11 @@ _CLOSE_S: Final = 1.0
 class LineWriterHandler(logging.Handler):
     """Writes log records through a `LineWriter`. A record that finds no room is dropped and counted there."""
 
-    def __init__(self, writer: LineWriter) -> None:
+    def __init__(self, writer: LineWriter, origin: str = "") -> None:
+        """`origin` is put into each line, where several processes write to one destination."""
         super().__init__()
         self._writer = writer
-        self.setFormatter(logging.Formatter(_FORMAT))
+        self.setFormatter(logging.Formatter(_FORMAT.format(origin=f"{origin} " if origin else "")))
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler.emit`. A record that cannot be formatted is named in its place."""

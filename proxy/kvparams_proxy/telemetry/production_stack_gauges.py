@@ -16,6 +16,7 @@ from kvparams.routing.breaker import BreakerState
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.telemetry.instance_stats import InstanceTotals, SlidingWindow
+from kvparams_proxy.telemetry.metric_snapshots import MeanGaugeFamily
 from kvparams_proxy.telemetry.metrics import Metrics
 
 __all__ = ["ProductionStackGauges"]
@@ -24,35 +25,31 @@ _LABELS: Final = ("server",)
 """There it is an engine's address, here an instance's id: addresses are nobody's business."""
 
 
-def _mean(total: float, number: int) -> float | None:
-    return total / number if number else None
-
-
-_MEANS: Final[tuple[tuple[str, str, Callable[[InstanceTotals], float | None]], ...]] = (
+_MEANS: Final[tuple[tuple[str, str, Callable[[InstanceTotals], tuple[float, int]]], ...]] = (
     (
         "router_queueing_delay_seconds",
         "How long its legs have waited in the proxy, those that did not wait included: mean of the last minute.",
-        lambda added: _mean(added.waits_s, added.waits),
+        lambda added: (added.waits_s, added.waits),
     ),
     (
         "avg_prefill_length",
         "Tokens of the prompts that it has computed: mean of the last minute.",
-        lambda added: _mean(added.prompt_tokens, added.prompts),
+        lambda added: (added.prompt_tokens, added.prompts),
     ),
     (
         "avg_decoding_length",
         "Tokens of its answers, events where it does not say how many tokens: mean of the last minute.",
-        lambda added: _mean(added.answer_tokens, added.answers),
+        lambda added: (added.answer_tokens, added.answers),
     ),
     (
         "avg_latency",
         "Seconds from sending a leg's request to the end of its answer: mean of the last minute.",
-        lambda added: _mean(added.legs_s, added.legs),
+        lambda added: (added.legs_s, added.legs),
     ),
     (
         "avg_itl",
         "Seconds between two tokens of a stream, events where it does not say how many: mean of the last minute.",
-        lambda added: _mean(added.gaps_s, added.gaps),
+        lambda added: (added.gaps_s, added.gaps),
     ),
 )
 
@@ -87,9 +84,11 @@ class ProductionStackGauges(Collector):
             "1: it answers probes, and its legs do not fail; 0 otherwise.",
             {each.instance.id: float(_healthy(each)) for each in members},
         )
-        for name, text, mean in _MEANS:
-            found = {id: mean(sums) for id, sums in added.items()}
-            yield _family(name, text, {id: value for id, value in found.items() if value is not None})
+        for name, text, of in _MEANS:
+            means = MeanGaugeFamily(f"vllm:{name}", text, labels=_LABELS)
+            for id, sums in added.items():
+                means.add_mean([id], *of(sums))
+            yield means
 
 
 def _running(members: Iterable[Member], *roles: Role) -> dict[str, float]:

@@ -20,7 +20,7 @@ from kvparams_proxy.requests.body import BodyBudget
 from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.request_log import RequestLog
 
-__all__ = ["KVReleaseCounts", "ProxyGauges", "leases_by_instance"]
+__all__ = ["InstanceGauges", "KVReleaseCounts", "ProxyGauges", "leases_by_instance"]
 
 _BY: Final = ("role", "instance")
 _BREAKERS: Final = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
@@ -53,20 +53,18 @@ def leases_by_instance(metrics: Metrics, releases: KVReleaseCounts) -> Counter[s
 
 
 class ProxyGauges(Collector):
-    """Collects the gauges of the proxy at each scrape."""
+    """Collects the counters of the proxy, and the gauges whose number does not depend on the number of instances."""
 
     def __init__(
         self,
         metrics: Metrics,
         fleet: Fleet,
-        pools: UpstreamPools,
         releases: KVReleaseCounts,
         journal: RequestLog | None,
         bodies: BodyBudget,
     ) -> None:
         self._metrics = metrics
         self._fleet = fleet
-        self._pools = pools
         self._releases = releases
         self._journal = journal
         self._bodies = bodies
@@ -121,6 +119,29 @@ class ProxyGauges(Collector):
         for member in members:
             legs.add_metric([member.instance.role, member.instance.id], self._metrics.leg_count(member.instance.id))
         yield legs
+
+    def _transfers(self) -> Iterable[Metric]:
+        releases = self._releases
+        yield _gauge("releases_running", "Engines being told now to free KV that nobody fetched.", len(releases))
+        for name, text, value in (
+            ("released", "Transfers whose KV an engine was told to free, and did.", releases.released),
+            ("orphaned", "Transfers whose KV stays until its lease ends: nobody could be told.", releases.orphaned),
+        ):
+            yield CounterMetricFamily(f"kvparams_proxy_transfers_{name}", text, value=value)
+
+
+class InstanceGauges(Collector):
+    """Collects the gauges of all instances at each scrape."""
+
+    def __init__(self, metrics: Metrics, fleet: Fleet, pools: UpstreamPools, releases: KVReleaseCounts) -> None:
+        self._metrics = metrics
+        self._fleet = fleet
+        self._pools = pools
+        self._releases = releases
+
+    def collect(self) -> Iterable[Metric]:
+        """Collects the metrics for the registry."""
+        members = list(self._fleet.members)
         holding = leases_by_instance(self._metrics, self._releases)
         columns: tuple[tuple[str, str, Callable[[Member], float]], ...] = (
             ("in_flight", "Legs running now.", lambda member: member.own_in_flight),
@@ -152,15 +173,6 @@ class ProxyGauges(Collector):
     def _connections(self, member: Member) -> int:
         pool = self._pools.get(member.instance.id)
         return 0 if pool is None else pool.open_connections
-
-    def _transfers(self) -> Iterable[Metric]:
-        releases = self._releases
-        yield _gauge("releases_running", "Engines being told now to free KV that nobody fetched.", len(releases))
-        for name, text, value in (
-            ("released", "Transfers whose KV an engine was told to free, and did.", releases.released),
-            ("orphaned", "Transfers whose KV stays until its lease ends: nobody could be told.", releases.orphaned),
-        ):
-            yield CounterMetricFamily(f"kvparams_proxy_transfers_{name}", text, value=value)
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

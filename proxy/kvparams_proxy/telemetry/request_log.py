@@ -7,6 +7,7 @@ part of the prompt or the answer, no address and no key. Values that a client ch
 import asyncio
 import atexit
 from json.encoder import encode_basestring_ascii as _text
+from pathlib import Path
 from time import gmtime, strftime, time
 from typing import Final
 
@@ -38,18 +39,19 @@ _LINE: Final = (
 class RequestLog:
     """Writes a log line for each request. A `kvparams_proxy.telemetry.request_record.RecordReader`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, place: str) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, place: str, lock: Path | None = None) -> None:
         """Opens the log.
 
         Args:
             loop: whose thread calls everything here.
             place: see `LineWriter`.
+            lock: likewise.
 
         Raises:
             OSError: the file cannot be written.
         """
         self._loop = loop
-        self._writer = LineWriter(place)
+        self._writer = LineWriter(place, lock)
         self._lines: list[str] = []
         self._timer: asyncio.TimerHandle | None = None
         self._second = 0

@@ -78,3 +78,6 @@ async def serving(stub: StubEngines, *flags: str, files: int | None = None) -> A
         if process.returncode is None:
             process.send_signal(signal.SIGKILL)
             await process.wait()
+        if process.stdout is not None:
+            async with asyncio.timeout(10):
+                await process.stdout.read()  # its workers end, too

@@ -29,7 +29,7 @@ from kvparams_proxy.telemetry.exposition import MetricsExposition
 from kvparams_proxy.telemetry.histogram import Histogram
 from kvparams_proxy.telemetry.loop_lag import LoopLag
 from kvparams_proxy.telemetry.metrics import FAILURE_KINDS, Metrics
-from kvparams_proxy.telemetry.proxy_gauges import ProxyGauges
+from kvparams_proxy.telemetry.proxy_gauges import InstanceGauges, ProxyGauges
 from kvparams_proxy.telemetry.request_record import RequestRecord
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
@@ -451,7 +451,11 @@ async def test_with_many_instances_requests_go_on_between_two_metrics() -> None:
     for member in fleet.members:
         pools.joined(member)
     metrics = Metrics()
-    exposition = MetricsExposition(metrics, ProxyGauges(metrics, fleet, pools, _Nobody(), None, BodyBudget(1)))
+    exposition = MetricsExposition(
+        metrics,
+        ProxyGauges(metrics, fleet, _Nobody(), None, BodyBudget(1)),
+        gauges=[InstanceGauges(metrics, fleet, pools, _Nobody())],
+    )
     turns = 0
 
     async def others() -> None:

@@ -17,6 +17,7 @@ from kvparams.instances import Role
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams_proxy.cli.configuration import Configuration, build_configuration
 from kvparams_proxy.cli.proxy_command import COMMAND
+from kvparams_proxy.cli.worker_limits import share_limits
 from kvparams_proxy.config.options import OPTIONS
 from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.config_errors import ConfigError
@@ -53,6 +54,29 @@ def test_the_shortest_command_line_has_the_defaults_of_the_settings() -> None:
     given = {name: getattr(one.settings, name) for name in Settings.__slots__}
     given["limits"] = {role: limits for role, limits in given["limits"].items() if limits != RoleLimits()}
     assert given == {name: getattr(plain, name) for name in Settings.__slots__}
+
+
+@pytest.mark.parametrize("given", ["0", "65", "x", "-1", "1.5", "", "AUTO"])
+def test_a_wrong_number_of_workers_is_refused_in_words(given: str) -> None:
+    assert problems(*ENGINES, f"--workers={given}") == "--workers: must be auto or a whole number from 1 to 64"
+
+
+def test_workers_are_as_many_as_asked_for() -> None:
+    assert asked(*ENGINES).workers == 1
+    assert asked(*ENGINES, "--workers", "64").workers == 64
+    assert asked(*ENGINES, "--workers", "auto").workers == min(64, len(os.sched_getaffinity(0)))
+
+
+def test_workers_share_what_the_proxy_may_hold(tmp_path: Path) -> None:
+    one = asked(
+        *ENGINES, "--max-connections", "10", "--max-connections-per-address", "8", "--max-body-memory", "99999999"
+    )
+    mine = share_limits(one, 4)
+    assert (mine.server.connections.total, mine.server.connections.per_address) == (3, 8)
+    assert mine.settings.body_memory_bytes == 25_000_000
+    assert share_limits(one, 64).settings.body_memory_bytes == one.settings.body.max_bytes, "one body always fits"
+    free = asked(*ENGINES)
+    assert share_limits(free, 4).server == free.server, "what one process may open is no limit of all together"
 
 
 def test_engines_may_have_names() -> None:
