@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvparams_proxy.cli.proxy_command import COMMAND
+from kvparams_proxy.config.sharing import write_exchange_key
 from kvparams_proxy.worker_identity import WorkerIdentity
 from kvparams_proxy.workers.channel import FrameKind, encode_frame, receive_frame
 from kvparams_proxy.workers.worker_start import StartFailure, WorkerStart
@@ -53,6 +54,7 @@ def test_a_worker_says_why_it_cannot_start(
     said: str,
 ) -> None:
     sock, worker = channel
+    write_exchange_key(tmp_path)
     sock.sendall(start(tmp_path, *argv))
     frame = receive_frame(sock)
     assert frame is not None
