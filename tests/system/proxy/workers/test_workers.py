@@ -214,7 +214,7 @@ async def test_sigterm_loses_no_request(stub: StubEngines, tmp_path: Path) -> No
     """Clients ask until `/health` says that the proxy drains, as behind a load balancer; a long answer runs on."""
     stub.delays.ttft_ms, stub.delays.itl_ms = 10, 100
     log = tmp_path / "log"
-    async with serving(stub, "--workers", "2", "--drain-delay", "1", "--log-requests", str(log)) as served:
+    async with serving(stub, "--workers", "2", "--drain-delay", "3", "--log-requests", str(log)) as served:
         stream = {"model": "stub", "prompt": "x", "max_tokens": 25, "stream": True}
         long = [asyncio.create_task(served.client.post("/v1/completions", json=stream)) for _ in range(6)]
         async with loaded(served.port, CLIENTS) as load:
