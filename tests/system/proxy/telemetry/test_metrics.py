@@ -34,6 +34,7 @@ from kvparams_proxy.telemetry.request_record import RequestRecord
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.types import UpstreamLimits
+from kvparams_proxy.workers.metrics_hub import WorkerGauges
 from tests.support.proxy.acting import Actor, Fault, leg_limit_s
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -332,6 +333,8 @@ async def test_the_page_names_what_there_is_and_nothing_else(stage: StartStage) 
             suffix = {"counter": "_total", "info": "_info"}.get(family.type, "")
             labels = {label for sample in family.samples for label in sample.labels} - {"le"}
             found[family.name + suffix] = family.type, labels
+    for family in WorkerGauges().collect():  # the supervisor of several workers has these
+        found[family.name + {"counter": "_total"}.get(family.type, "")] = family.type, set()
     assert documented() == found
 
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.proxy.load import Connection, Load, loaded
@@ -75,6 +76,15 @@ async def scraping(port: int) -> AsyncGenerator[Scraper]:
     await scraper.scrape(port)
 
 
+async def lost_by(connection: Connection) -> str | None:
+    """Sends a request on a connection that was idle. Returns the worker of the connection if no answer comes."""
+    try:
+        await connection.ask()
+    except (ConnectionError, asyncio.IncompleteReadError):
+        return connection.worker
+    return None
+
+
 async def answered(load: Load, scraper: Scraper) -> None:
     """Waits until 100 more requests have been answered and the metrics have been read twice more."""
     answers, times = load.answers + 100, scraper.times + 2
@@ -119,6 +129,15 @@ async def test_four_workers_are_one_proxy(stub: StubEngines, tmp_path: Path) -> 
         _, said = await again.communicate()
         assert again.returncode == 1
         assert re.fullmatch(rb"kvparams proxy: cannot listen on 127.0.0.1:\d+ \(.*in use.*\); .*\n", said), said
+        # The control of a reload: a worker that only drains closes the connections of clients that are idle.
+        os.kill(workers_of(served)[0], signal.SIGTERM)
+        restarts = "kvparams_proxy_worker_restarts_total"
+        async with asyncio.timeout(10):
+            while await served.metric(restarts) < 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        lost = [worker for worker in [await lost_by(connection) for connection in connections] if worker is not None]
+        assert len(lost) >= 3
+        assert len(set(lost)) == 1
         for connection in connections:
             connection.close()
 
@@ -147,6 +166,7 @@ async def test_a_killed_worker_loses_only_its_own_requests(stub: StubEngines, tm
         assert await served.metric("kvparams_proxy_worker_restarts_total") == 1
 
 
+@pytest.mark.slow
 async def test_requests_wait_for_the_successors_of_killed_workers(stub: StubEngines, tmp_path: Path) -> None:
     """Both workers are stopped, so that connections wait in their queues, and are killed then."""
     async with serving(stub, "--workers", "2", "--log-requests", str(tmp_path / "log")) as served:
@@ -210,6 +230,7 @@ async def health(port: int) -> str:
     return f"{got.status_code} {got.json()['status']}"
 
 
+@pytest.mark.slow
 async def test_sigterm_loses_no_request(stub: StubEngines, tmp_path: Path) -> None:
     """Clients ask until `/health` says that the proxy drains, as behind a load balancer; a long answer runs on."""
     stub.delays.ttft_ms, stub.delays.itl_ms = 10, 100
@@ -232,6 +253,7 @@ async def test_sigterm_loses_no_request(stub: StubEngines, tmp_path: Path) -> No
         assert [line["outcome"] for line in lines] == ["ok"] * (load.answers + 6)
 
 
+@pytest.mark.slow
 async def test_nobody_outlives_a_killed_supervisor(stub: StubEngines, tmp_path: Path) -> None:
     async with serving(stub, "--workers", "3", "--log-requests", str(tmp_path / "log")) as served:
         workers = workers_of(served)
