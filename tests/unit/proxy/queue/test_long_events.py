@@ -167,7 +167,7 @@ def logprobs(tokens: int) -> dict[str, Any]:
     return {"content": [{**one, "top_logprobs": [one] * 20}] * tokens}
 
 
-IDS = [random.Random(1).randrange(150_000) for _ in range(1_000_000)]
+IDS = random.Random(1).choices(range(150_000), k=1_000_000)
 REAL = {
     "logprobs of 20": lambda: choice(text="abc", logprobs=logprobs(1)),
     "logprobs of 20 for 60 tokens": lambda: choice(text="abc", logprobs=logprobs(60)),
