@@ -198,7 +198,7 @@ async def longest_turn(work: Awaitable[object]) -> float:
     return longest_s
 
 
-@pytest.mark.parametrize("parts", [4, WHOLE])
+@pytest.mark.parametrize("parts", [8, WHOLE])
 @pytest.mark.parametrize(
     "name",
     [
