@@ -53,7 +53,14 @@ def built(version: str) -> tuple[dict[str, Any], list[str]]:
     return data, said.warnings
 
 
+@pytest.fixture
+def fast_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler optimizes nothing, which takes most of its time."""
+    monkeypatch.setenv("CFLAGS", "-O0")
+
+
 @needs_compiler
+@pytest.mark.usefixtures("fast_compiler")
 def test_a_module_is_compiled_as_it_stands(tmp_path: Path) -> None:
     (path,) = compiled(ROOT, ["kvparams/routing/retries.py"], tmp_path / "into")
     assert (path.parent.name, path.suffix) in {("routing", ".so"), ("routing", ".pyd")}
@@ -71,6 +78,7 @@ def test_a_module_is_compiled_as_it_stands(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.usefixtures("fast_compiler")
 def test_a_wheel_with_compiled_modules_is_one_of_a_platform() -> None:
     data, warnings = built("standard")
     assert not warnings

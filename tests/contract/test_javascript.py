@@ -106,16 +106,17 @@ def test_it_names_the_vectors_that_were_changed_and_no_other(tmp_path: Path) -> 
 
 def test_it_reads_the_schema_and_the_tables_that_stand_there(tmp_path: Path) -> None:
     """Negative control: a bound that was moved, and a native key that is no member any more."""
-    folder = tmp_path / "spec"
-    shutil.copytree(SPEC, folder)
-    schema = json.loads((folder / "schema.json").read_bytes())
+    (tmp_path / "vectors" / "dialects").mkdir(parents=True)
+    for name in ("bounds.json", "dialects/trtllm.json"):
+        shutil.copy(SPEC / "vectors" / name, tmp_path / "vectors" / name)
+    schema = json.loads((SPEC / "schema.json").read_bytes())
     schema["$defs"]["visible"]["maxLength"] = 255
-    (folder / "schema.json").write_text(json.dumps(schema))
-    tables = json.loads((folder / "dialects.json").read_bytes())
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    tables = json.loads((SPEC / "dialects.json").read_bytes())
     for key in tables["trtllm"]["keys"]:
         key.pop("member_in", None)
-    (folder / "dialects.json").write_text(json.dumps(tables))
-    ran = check(folder)
+    (tmp_path / "dialects.json").write_text(json.dumps(tables))
+    ran = check(tmp_path)
     assert ran.returncode == 1
     assert "DISAGREES bounds.json: request id of 256: " in ran.stdout
     assert "DISAGREES dialects/trtllm.json: context request: " in ran.stdout

@@ -2,7 +2,7 @@
 
 import time
 
-__all__ = ["scaled_s"]
+__all__ = ["is_within", "scaled_s"]
 
 _REFERENCE_S = 0.0025
 """CPU time of `_work` on the machine on which the bounds were set: an AMD EPYC, CPython 3.11, nothing else at work."""
@@ -30,3 +30,8 @@ def scaled_s(bound_s: float) -> float:
         _work()
         took_s.append(time.thread_time() - began)
     return bound_s * max(1.0, sorted(took_s)[2] / _REFERENCE_S)
+
+
+def is_within(spent_s: float, bound_s: float) -> bool:
+    """Return whether `spent_s` of CPU time is below the bound on this machine; it is timed only where it has to be."""
+    return spent_s < bound_s or spent_s < scaled_s(bound_s)

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +20,19 @@ PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONT
 BLOCK = re.compile(r"^( *)```([a-z]+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks(*languages: str) -> list[object]:
-    """Every block of these languages, with its place."""
-    found: list[object] = []
+def found_blocks(*languages: str) -> Iterator[tuple[str, int, str]]:
+    """Yields every block of these languages with the name of its page and its line."""
     for page in PAGES:
         text = page.read_text()
         for block in BLOCK.finditer(text):
             if block[2] in languages:
                 line = text.count("\n", 0, block.start()) + 1
-                code = "\n".join(one.removeprefix(block[1]) for one in block[3].split("\n"))
-                found.append(pytest.param(code, id=f"{page.name}:{line}"))
+                yield page.name, line, "\n".join(one.removeprefix(block[1]) for one in block[3].split("\n"))
+
+
+def blocks(*languages: str) -> list[object]:
+    """Returns every block of these languages as a parameter whose id is its place."""
+    found: list[object] = [pytest.param(code, id=f"{page}:{line}") for page, line, code in found_blocks(*languages)]
     assert found, languages
     return found
 
@@ -58,10 +62,30 @@ def check_command(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", helped), f"{words[1]} {option}"
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python_runs_as_it_stands(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+RUN_EACH = """
+import json, sys
+for place, code in json.load(sys.stdin).items():
+    exec(compile(code, place, "exec"), {"__name__": "__main__"})
+"""
+
+
+def run_blocks(found: dict[str, str]) -> "subprocess.CompletedProcess[str]":
+    """Runs blocks of one page, each with names of its own; a traceback names the block."""
+    run = [sys.executable, "-c", RUN_EACH]
+    return subprocess.run(run, input=json.dumps(found), capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _, _ in found_blocks("python")}))
+def test_python_runs_as_it_stands(page: str) -> None:
+    done = run_blocks({f"{page}:{line}": code for of, line, code in found_blocks("python") if of == page})
     assert done.returncode == 0, done.stderr
+
+
+def test_a_block_that_uses_the_names_of_another_is_noticed() -> None:
+    done = run_blocks({"page.md:1": "import json\nx = 1", "page.md:9": "print(x)"})
+    assert done.returncode == 1
+    assert 'File "page.md:9", line 1' in done.stderr
+    assert "NameError" in done.stderr
 
 
 @pytest.mark.parametrize("code", blocks("console", "sh"))

@@ -25,7 +25,7 @@ from kvparams.jsontext.editing import edit, edit_with_spans, find_removals, remo
 from kvparams.jsontext.incremental_reader import IncrementalReader
 from kvparams.jsontext.receivers import OPEN_OBJECT, AbridgedObjectReceiver, ListReceiver, Receiver, TreeBuilder
 from kvparams.jsontext.scanner import LONGEST_TOKEN, STEP_BYTES, UNLIMITED, MemberSpan
-from tests.support.processor import scaled_s
+from tests.support.processor import is_within
 from tests.unit.kvparams.jsontext.test_json_document import ENCODINGS, INDENTS, OBJECTS, plain, text
 
 STEP_CPU_S = 0.02
@@ -211,58 +211,62 @@ def test_where_it_is_not_strict_only_json_is_asked_for() -> None:
 # no step takes long
 
 
-def filled(head: bytes, unit: bytes, tail: bytes, size: int = LARGE) -> bytes:
+def filled(head: bytes, unit: bytes, tail: bytes, size: int) -> bytes:
     """So many bytes of text: `unit` again and again between the other two."""
     return head + unit * ((size - len(head) - len(tail)) // len(unit)) + tail
 
 
-def listed(unit: bytes, last: bytes = b"1") -> bytes:
-    return filled(b'{"x":[', unit, last + b"]}")
+def listed(unit: bytes, size: int, last: bytes = b"1") -> bytes:
+    return filled(b'{"x":[', unit, last + b"]}", size)
 
 
-def quoted(unit: bytes) -> bytes:
-    return filled(b'{"x":"', unit, b'"}')
+def joined(unit: Callable[[int], bytes], times: int) -> bytes:
+    return b",".join(map(unit, range(times)))
 
 
-NASTY: Mapping[str, Callable[[], bytes]] = {
-    "1e1": lambda: listed(b"1e1,"),
-    "1": lambda: listed(b"1,"),
-    "1 spaced": lambda: listed(b"1 , "),
-    "1.5": lambda: listed(b"1.5,"),
-    "1e100": lambda: listed(b"1e100,"),
-    "null": lambda: listed(b"null,"),
-    "numbers of 4,000 digits": lambda: listed(b"9" * 4000 + b","),
-    "fractions of 30,000 digits": lambda: listed(b"0." + b"1" * 30_000 + b","),
-    "one number": lambda: b'{"x":' + b"9" * LARGE + b"}",
-    "white space": lambda: b'{"x":' + b" " * LARGE + b"1}",
-    "white space between": lambda: listed(b" " * 60_000 + b"1,"),
-    "escaped quotes": lambda: quoted(b'\\"'),
-    "backslashes": lambda: quoted(b"\\\\"),
-    "backslashes without an end": lambda: b'{"x":"' + b"\\" * LARGE,
-    "an odd backslash": lambda: quoted(b"\\\\")[:-2] + b'\\"}',
-    "escapes": lambda: quoted(b"\\u00e9"),
-    "surrogates": lambda: quoted(b"\\ud83d\\ude00"),
-    "new lines": lambda: quoted(b"\\n"),
-    "plain text": lambda: quoted(b"a"),
-    "emoji": lambda: quoted("\U0001f600".encode()),
-    "no end": lambda: b'{"x":"' + b"a" * LARGE,
-    "brackets in a string": lambda: quoted(b"{["),
-    "quotes and brackets": lambda: quoted(b'\\"{'),
-    "empty strings": lambda: listed(b'"",', b'""'),
-    "strings of 60": lambda: listed(b'"' + b"a" * 60 + b'",'),
-    "strings of 33,000": lambda: listed(b'"' + b"a" * 33_000 + b'",'),
-    "empty objects": lambda: listed(b"{},"),
-    "objects": lambda: listed(b'{"a":"b","c":[1]},'),
-    "nested without an end": lambda: b'{"x":' + b"[" * LARGE,
-    "60 deep again and again": lambda: listed(b"[" * 60 + b'"a",' * 9_000 + b"1" + b"]" * 60 + b","),
-    "60 deep around numbers": lambda: listed(b"[" * 60 + b"1," * 20_000 + b"1" + b"]" * 60 + b","),
-    "keys": lambda: b'{"x":{' + b"".join(b'"%x":1,' % i for i in range(1_700_000)) + b'"z":1}}',
-    "190,000 keys": lambda: b'{"x":{' + b"".join(b'"%x":"%064d",' % (i, i) for i in range(95_000)) + b'"z":1}}',
-    "top keys": lambda: b"{" + b"".join(b'"%x":1,' % i for i in range(1_700_000)) + b'"z":1}',
-    "lists of 60,000": lambda: listed(b"[" + b"1e1," * 15_000 + b"1],"),
-    "keys of 60,000": lambda: b"{" + b",".join(b'"%d%b":1' % (i, b"k" * 60_000) for i in range(250)) + b"}",
+def quoted(unit: bytes, size: int) -> bytes:
+    return filled(b'{"x":"', unit, b'"}', size)
+
+
+NASTY: Mapping[str, Callable[[int], bytes]] = {
+    "1e1": lambda size: listed(b"1e1,", size),
+    "1": lambda size: listed(b"1,", size),
+    "1 spaced": lambda size: listed(b"1 , ", size),
+    "1.5": lambda size: listed(b"1.5,", size),
+    "1e100": lambda size: listed(b"1e100,", size),
+    "null": lambda size: listed(b"null,", size),
+    "numbers of 4,000 digits": lambda size: listed(b"9" * 4000 + b",", size),
+    "fractions of 30,000 digits": lambda size: listed(b"0." + b"1" * 30_000 + b",", size),
+    "one number": lambda size: b'{"x":' + b"9" * size + b"}",
+    "white space": lambda size: b'{"x":' + b" " * size + b"1}",
+    "white space between": lambda size: listed(b" " * 60_000 + b"1,", size),
+    "escaped quotes": lambda size: quoted(b'\\"', size),
+    "backslashes": lambda size: quoted(b"\\\\", size),
+    "backslashes without an end": lambda size: b'{"x":"' + b"\\" * size,
+    "an odd backslash": lambda size: quoted(b"\\\\", size)[:-2] + b'\\"}',
+    "escapes": lambda size: quoted(b"\\u00e9", size),
+    "surrogates": lambda size: quoted(b"\\ud83d\\ude00", size),
+    "new lines": lambda size: quoted(b"\\n", size),
+    "plain text": lambda size: quoted(b"a", size),
+    "emoji": lambda size: quoted("\U0001f600".encode(), size),
+    "no end": lambda size: b'{"x":"' + b"a" * size,
+    "brackets in a string": lambda size: quoted(b"{[", size),
+    "quotes and brackets": lambda size: quoted(b'\\"{', size),
+    "empty strings": lambda size: listed(b'"",', size, b'""'),
+    "strings of 60": lambda size: listed(b'"' + b"a" * 60 + b'",', size),
+    "strings of 33,000": lambda size: listed(b'"' + b"a" * 33_000 + b'",', size),
+    "empty objects": lambda size: listed(b"{},", size),
+    "objects": lambda size: listed(b'{"a":"b","c":[1]},', size),
+    "nested without an end": lambda size: b'{"x":' + b"[" * size,
+    "60 deep again and again": lambda size: listed(b"[" * 60 + b'"a",' * 9_000 + b"1" + b"]" * 60 + b",", size),
+    "60 deep around numbers": lambda size: listed(b"[" * 60 + b"1," * 20_000 + b"1" + b"]" * 60 + b",", size),
+    "keys": lambda size: b'{"x":{%b}}' % joined(lambda i: b'"%x":1' % i, size // 9),
+    "190,000 keys": lambda size: b'{"x":{%b}}' % joined(lambda i: b'"%x":"%064d"' % (i, i), size // 160),
+    "top keys": lambda size: b"{%b}" % joined(lambda i: b'"%x":1' % i, size // 9),
+    "lists of 60,000": lambda size: listed(b"[" + b"1e1," * 15_000 + b"1],", size),
+    "keys of 60,000": lambda size: b"{%b}" % joined(lambda i: b'"%d%b":1' % (i, b"k" * 60_000), size // 60_000),
 }
-"""Texts that once took seconds, or might."""
+"""Texts of about so many bytes that once took seconds, or might."""
 
 
 def stepped(raw: bytes, receiver: Receiver) -> Iterator[float]:
@@ -280,10 +284,11 @@ def stepped(raw: bytes, receiver: Receiver) -> Iterator[float]:
         yield time.thread_time() - began
 
 
+@pytest.mark.parametrize("size", [LARGE // 4, pytest.param(LARGE, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NASTY)
-def test_no_step_takes_long_whatever_the_text(name: str) -> None:
+def test_no_step_takes_long_whatever_the_text(name: str, size: int) -> None:
     """Up to three times: a processor that is shared may be slow once."""
-    raw = NASTY[name]()
+    raw = NASTY[name](size)
     costs: list[float] = []
     gc.disable()  # it would examine whatever the tests before have left
     try:
@@ -293,7 +298,7 @@ def test_no_step_takes_long_whatever_the_text(name: str) -> None:
                 break
     finally:
         gc.enable()
-    assert min(costs) < scaled_s(STEP_CPU_S), costs
+    assert is_within(min(costs), STEP_CPU_S), costs
 
 
 CHEAP = {
@@ -344,7 +349,7 @@ def test_what_is_read_at_once_takes_no_long(name: str) -> None:
         began = time.thread_time()
         assert load_short_object(raw) is not None
         costs.append(time.thread_time() - began)
-    assert min(costs) < scaled_s(STEP_CPU_S / 4), costs
+    assert is_within(min(costs), STEP_CPU_S / 4), costs
 
 
 @pytest.mark.parametrize("name", DEAR)
@@ -355,11 +360,11 @@ def test_what_may_take_long_is_not_read_at_once(name: str) -> None:
 @pytest.mark.parametrize("name", ["1e1", "escaped quotes", "backslashes", "objects", "white space between"])
 def test_the_cost_is_linear(name: str) -> None:
     """A quarter of the text takes a quarter of the time, more or less."""
-    raw = NASTY[name]()
+    raw = NASTY[name](LARGE)
     part = raw[: len(raw) // 4]  # without an end: refused, after all of it was read
-    whole = min(sum(stepped(raw, Receiver())) for _ in range(2))
     quarter = min(sum(stepped(part, Receiver())) for _ in range(3))
-    assert whole < 10 * quarter + 0.02
+    bound_s = 10 * quarter + 0.02
+    assert any(sum(stepped(raw, Receiver())) < bound_s for _ in range(2))
 
 
 # what is kept

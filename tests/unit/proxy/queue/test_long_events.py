@@ -32,7 +32,7 @@ from kvparams_proxy.upstream.types import (
     UpstreamError,
     UpstreamErrorResponse,
 )
-from tests.support.processor import scaled_s
+from tests.support.processor import is_within
 from tests.unit.proxy.execution.test_metrics_stream_events import Client
 from tests.unit.proxy.execution.test_metrics_stream_events import Owner as Listener
 
@@ -48,7 +48,7 @@ LONGEST_S = 0.06
 SHORT_S = 0.03
 """... of the fastest of several: no stream may hold the loop for longer."""
 TRIES = 3
-"""The fastest of so many is looked at."""
+"""The fastest of up to so many is looked at: further ones only where none was fast enough."""
 
 
 class Stream:
@@ -89,15 +89,17 @@ def choice(**members: Any) -> bytes:
     return event(id="cmpl-1", choices=[{"index": 0, **members}])
 
 
-@pytest.mark.parametrize(("size", "read"), [(256 << 10, 1), (768 << 10, 1400), (768 << 10, 64 << 10)])
+@pytest.mark.parametrize(
+    ("size", "read", "bound_s"), [(128 << 10, 1, 0.75), (768 << 10, 1400, 1.5), (768 << 10, 64 << 10, 1.5)]
+)
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
-def test_one_long_event_costs_as_much_as_its_bytes(size: int, read: int, end: bytes) -> None:
+def test_one_long_event_costs_as_much_as_its_bytes(size: int, read: int, bound_s: float, end: bytes) -> None:
     long = b'data: {"choices":[{"index":0,"text":"%b"}]}%b' % (b"ab\n "[:2] * (size // 2), end)
     stream = Stream()
     stream.feed(cut(long, read))
     assert stream.client.got == FIRST + long
-    assert stream.total_s < scaled_s(1.5)
-    assert stream.longest_s < scaled_s(LONGEST_S)
+    assert is_within(stream.total_s, bound_s)
+    assert is_within(stream.longest_s, LONGEST_S)
 
 
 def test_what_stands_before_an_error_reaches_the_client_with_its_lists() -> None:
@@ -114,7 +116,7 @@ def test_an_event_that_never_ends_is_given_up(begun: bool) -> None:
     stream = Stream(begun=begun)
     with pytest.raises(UpstreamError, match="an event is longer than"):
         stream.feed(cut(b"data: " + b"x" * (20 << 20), READ_BYTES))
-    assert stream.total_s < scaled_s(1.5)
+    assert is_within(stream.total_s, 1.5)
 
 
 @pytest.mark.parametrize("filler", [b": beat\n\n", b"\n\n", b"data: \n\n", b":\r\n\r\n"])
@@ -122,7 +124,7 @@ def test_what_holds_nothing_is_not_held_for_ever(filler: bytes) -> None:
     stream = Stream(begun=False)
     with pytest.raises(UpstreamError, match="nothing but comments"):
         stream.feed([filler * (READ_BYTES // len(filler))] * 200)
-    assert stream.longest_s < scaled_s(LONGEST_S)
+    assert is_within(stream.longest_s, LONGEST_S)
 
 
 SMALL = {
@@ -157,7 +159,7 @@ def test_many_small_events_in_one_read_do_not_hold_the_loop(name: str, recorded:
         pass
     else:
         assert stream.client.got.count(b"\n") >= (3 * read.count(b"\n") if begun and name != "ids" else 0)
-    assert stream.longest_s < scaled_s(LONGEST_S)
+    assert is_within(stream.longest_s, LONGEST_S)
 
 
 def logprobs(tokens: int) -> dict[str, Any]:
@@ -165,7 +167,7 @@ def logprobs(tokens: int) -> dict[str, Any]:
     return {"content": [{**one, "top_logprobs": [one] * 20}] * tokens}
 
 
-IDS = [random.Random(1).randrange(150_000) for _ in range(1_000_000)]
+IDS = random.Random(1).choices(range(150_000), k=1_000_000)
 REAL = {
     "logprobs of 20": lambda: choice(text="abc", logprobs=logprobs(1)),
     "logprobs of 20 for 60 tokens": lambda: choice(text="abc", logprobs=logprobs(60)),
@@ -194,7 +196,9 @@ def test_events_that_engines_do_send_are_passed_on_unchanged(name: str, later: b
         stream.feed(cut(raw, READ_BYTES))
         assert stream.client.got == before + raw
         longest_s.append(stream.longest_s)
-    assert min(longest_s) < scaled_s(LONGEST_S)
+        if longest_s[-1] < LONGEST_S:
+            break
+    assert is_within(min(longest_s), LONGEST_S)
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -211,7 +215,9 @@ def test_the_ids_of_a_long_prompt_reach_who_asked_and_who_goes_on(number: int, k
         began = time.thread_time()
         sent = recorder.progress()
         longest_s.append(max(stream.longest_s, time.thread_time() - began))
-    assert min(longest_s) < scaled_s(LONGEST_S)
+        if longest_s[-1] < LONGEST_S:
+            break
+    assert is_within(min(longest_s), LONGEST_S)
     if number < 200_000:
         assert sent is not None
         assert (list(sent.prompt_ids), list(sent.answer_ids)) == (IDS[:number], [5])
@@ -239,7 +245,9 @@ def test_an_event_that_would_take_long_to_parse_is_given_up(name: str, begun: bo
         with pytest.raises(UpstreamError, match="too many members"):
             stream.feed(cut(raw, READ_BYTES))
         longest_s.append(stream.longest_s)
-    assert min(longest_s) < scaled_s(LONGEST_S)
+        if longest_s[-1] < LONGEST_S:
+            break
+    assert is_within(min(longest_s), LONGEST_S)
     harmless = Stream()
     plain = raw.replace(b'"error"', b'"other"')
     harmless.feed(cut(plain, READ_BYTES))
@@ -280,7 +288,9 @@ def test_a_long_event_is_passed_on_or_given_up_at_once_whatever_fills_it(name: s
         with suppress(UpstreamError, JSONTextError):
             stream.feed(cut(raw, READ_BYTES))
         longest_s.append(stream.longest_s)
-    assert min(longest_s) < scaled_s(SHORT_S)
+        if longest_s[-1] < SHORT_S:
+            break
+    assert is_within(min(longest_s), SHORT_S)
 
 
 STRANGE = {
@@ -303,7 +313,7 @@ def test_members_that_clients_do_not_get_cost_one_look_each(name: str) -> None:
     else:
         assert b"remote_host" not in stream.client.got
         assert json.loads(stream.client.got[6:])["choices"][0]["index"] == 0
-    assert stream.longest_s < scaled_s(LONGEST_S)
+    assert is_within(stream.longest_s, LONGEST_S)
 
 
 CHAT: dict[str, Any] = {
@@ -340,7 +350,9 @@ def test_a_full_read_of_events_that_engines_write_is_corrected(name: str, record
         assert len(got) == 8 * number
         assert not any(word in stream.client.got for word in (b"prefill_worker", b"disaggregated", b'_tokens":5'))
         longest_s.append(stream.longest_s)
-    assert min(longest_s) < scaled_s(SHORT_S)
+        if longest_s[-1] < SHORT_S:
+            break
+    assert is_within(min(longest_s), SHORT_S)
 
 
 CHANGED = {
@@ -369,7 +381,9 @@ def test_a_read_full_of_events_that_must_be_changed_does_not_hold_the_loop(name:
             stream.feed([one * (READ_BYTES // len(one))] * 8)
         assert b"127.0.0.1" not in stream.client.got
         longest_s.append(stream.longest_s)
-    assert min(longest_s) < scaled_s(SHORT_S)
+        if longest_s[-1] < SHORT_S:
+            break
+    assert is_within(min(longest_s), SHORT_S)
 
 
 def test_an_ordinary_stream_that_may_be_continued_is_looked_into_in_small_parts() -> None:
@@ -385,7 +399,7 @@ def test_an_ordinary_stream_that_may_be_continued_is_looked_into_in_small_parts(
         assert sent is not None
         assert list(sent.prompt_ids) == [7, 8]
         assert list(sent.answer_ids) == [1] * 4_001
-    assert min(longest_s) < scaled_s(SHORT_S / 5)  # 20 events take 0.3 ms; 1,200 at once took 9 ms
+    assert is_within(min(longest_s), SHORT_S / 5)  # 20 events take 0.3 ms; 1,200 at once took 9 ms
 
 
 def test_a_body_in_tiny_pieces_takes_the_memory_of_its_bytes() -> None:
@@ -394,13 +408,13 @@ def test_a_body_in_tiny_pieces_takes_the_memory_of_its_bytes() -> None:
     pieces = [b"ab", b"cd", b"ef"]
     tracemalloc.start()
     try:
-        for number in range(600_000):
+        for number in range(120_000):
             collect.on_body(bytes(pieces[number % 3]))
         collect.on_done(None)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert got == [b"abcdef" * 200_000]
+    assert got == [b"abcdef" * 40_000]
     assert peak < 4 * len(got[0])
 
 
@@ -481,7 +495,7 @@ def test_an_answer_that_comes_at_once_is_cut_into_parts_in_linear_time() -> None
     running.on_done(None)
     while node.letters:
         node.letters.pop(0).on_settled("kept")
-    assert time.thread_time() - began < scaled_s(2)  # 0.2 s; it was 5.5 s
+    assert is_within(time.thread_time() - began, 2)  # 0.2 s; it was 5.5 s
 
 
 @pytest.mark.parametrize("body", [b"", b"x", b"x" * (64 << 20)], ids=["empty", "a byte", "64 MiB"])
@@ -500,7 +514,7 @@ async def test_an_app_that_never_waits_does_not_hold_the_loop(body: bytes) -> No
         began = time.thread_time()
         await asyncio.sleep(0)
         longest_s = max(longest_s, time.thread_time() - began)
-    assert longest_s < scaled_s(LONGEST_S)
+    assert is_within(longest_s, LONGEST_S)
     call.abort(UpstreamError("it goes on for ever"))
     assert ended.is_set()
     upstream.close()
