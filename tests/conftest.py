@@ -104,7 +104,7 @@ def read_entry_points_once() -> Generator[None]:
     def registered(path: tuple[str, ...], group: str) -> EntryPoints:
         return entry_points(group=group)
 
-    def lookup(*, group: str, **wanted: str) -> EntryPoints:
+    def lookup(*, group: str, **wanted: Any) -> EntryPoints:
         return registered(tuple(sys.path), group).select(**wanted)
 
     with patch("kvparams.plugins.entry_points", lookup):
