@@ -342,6 +342,7 @@ class LegRunner:
         account.answer_bytes += sent_bytes
         account.stream_events += sent_events
         if error is None and head.status == 200 and len(whole) > LONG_RESPONSE_BYTES and running is not None:
+            running.relay = None
             running.read(whole, head)
             return
         if error is None:

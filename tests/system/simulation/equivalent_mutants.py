@@ -182,6 +182,7 @@ EQUIVALENT: dict[str, str] = {
     "executor:Execution._finish: self._deadline = None": _UNLIMITED,
     "running_leg:RunningLeg.end: self.exchange = None": _FREED,
     "running_leg:RunningLeg.discard: self.relay = None": _FREED,
+    "leg_runner:LegRunner.stream_ended: running.relay = None": "its exchange is over, and the end of the leg drops the relay",
     "leg_runner:LegRunner.close: self._running = None": _FREED,
     "leg_runner:LegRunner.close: del self._owner": _FREED,
     "executor:Execution.expire: self._waiting = None": f"{_LIMIT}a later time-out has wrong words; no leak",
