@@ -140,6 +140,9 @@ class UpstreamConnectionPool:
         except (OSError, TimeoutError, UnicodeError) as error:  # ssl.SSLError is an OSError; a host may be no name
             exchange.finish(self._no_connection(error))
             return
+        except asyncio.CancelledError:
+            del exchange  # the task keeps its error, whose frames would hold the request
+            raise
         if connection.transport.is_closing():  # lost already: nobody would say so again
             exchange.finish(UpstreamError("no connection to the engine (closed at once)", connected=False))
             return

@@ -80,6 +80,7 @@ class UpstreamExchange:
             return
         if self._connecting is not None:
             self._connecting.cancel()
+            self._connecting = None  # a task that is cancelled before its first step remembers the exchange
         if self._connection is not None:
             self._connection.close()
 

@@ -58,6 +58,8 @@ class Scripted:
     bodies: list[bytes] = field(default_factory=list)
     heads: list[bytes] = field(default_factory=list)
     connections: int = 0
+    models: bytes = MODELS
+    """What it answers to probes."""
 
     @property
     def url(self) -> str:
@@ -69,7 +71,7 @@ class Scripted:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 if head.startswith(b"GET"):
-                    writer.write(answer(MODELS))
+                    writer.write(answer(self.models))
                     continue
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                 body = await reader.readexactly(length)

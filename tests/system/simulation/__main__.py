@@ -14,7 +14,8 @@ import sys
 from collections import Counter
 
 from tests.system.simulation import queue_mutants
-from tests.system.simulation.mutants import EQUIVALENT, mutants, noticed
+from tests.system.simulation.equivalent_mutants import EQUIVALENT
+from tests.system.simulation.mutants import mutants, noticed
 from tests.system.simulation.replaced import prepare
 from tests.system.simulation.world import run
 

@@ -3,14 +3,18 @@
 So it would also notice a release that was never written.
 """
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from tests.system.simulation.mutants import EQUIVALENT, mutants
+from tests.system.simulation.equivalent_mutants import EQUIVALENT
+from tests.system.simulation.mutants import mutants
 from tests.system.simulation.processes import CORES, simulate
 from tests.system.simulation.queue_mutants import WRONGS
 
+ROOT = Path(__file__).parents[3]
 Effort = Callable[[int, int], int]
 
 
@@ -19,6 +23,9 @@ def test_every_equivalent_is_a_mutant_and_has_a_reason() -> None:
     assert len(names) == len(set(names))
     assert set(EQUIVALENT) <= set(names)
     assert all(EQUIVALENT.values())
+    named = {path for reason in EQUIVALENT.values() for path in re.findall(r"tests/[\w/]+\.py", reason)}
+    assert len(named) > 10
+    assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
 
 
 @pytest.mark.slow

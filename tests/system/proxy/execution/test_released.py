@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kvparams_proxy.config.mode_parsing import parse_mode_flag
 from kvparams_proxy.execution.executor import Execution
 from kvparams_proxy.execution.plan_context import PlanContext
 from kvparams_proxy.execution.stream_relay import StreamRelay
@@ -20,8 +21,9 @@ from kvparams_proxy.server.asgi_exchange import ASGIExchange
 from kvparams_proxy.server.direct_path import DirectDownstream
 from kvparams_proxy.server.http_protocol import HTTPProtocol
 from kvparams_proxy.upstream.connection import UpstreamConnection
+from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.exchange import UpstreamExchange
-from kvparams_proxy.upstream.types import ResponseCollector
+from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError, UpstreamLimits
 from tests.support.proxy.stage import until
 from tests.system.proxy.upstream.test_broken_engines import BODY, DONE, EVENT, GOOD, SSE, chunk, sending, whole
 
@@ -70,23 +72,40 @@ def alive(kinds: tuple[type, ...] = KINDS) -> Counter[str]:
     return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds))
 
 
+async def outlived(scripted: Any, proxy: Any, name: str, stream: bool, **settings: Any) -> None:
+    """Sends three requests to engines that behave in one of the `WAYS`; nothing of them is left."""
+    good = sending(SSE + chunk(EVENT) + chunk(DONE) + b"0\r\n\r\n") if stream else sending(whole(GOOD))
+    scripts = {"prefill": sending(whole(GOOD)), "decode": good, **WAYS[name]()}
+    engines = {role: await scripted(script) for role, script in scripts.items()}
+    limits = {"prefill_timeout_s": 0.3, "decode_timeout_s": 0.3}
+    urls = [engines["prefill"].url], [engines["decode"].url]
+    running = await proxy(*urls, probe_interval_s=60.0, **limits, **settings)
+    await asyncio.sleep(0)
+    before = alive()
+    for _ in range(3):
+        got = await running.client.post("/v1/completions", json=BODY | {"stream": stream})
+        assert got.status_code == 200 or name != "well", got.text
+    await until(lambda: _gone(before))
+    assert alive() == before
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", WAYS)
 async def test_nothing_of_a_request_outlives_it(
     scripted: Any, proxy: Any, collector_off: None, name: str, stream: bool
 ) -> None:
-    good = sending(SSE + chunk(EVENT) + chunk(DONE) + b"0\r\n\r\n") if stream else sending(whole(GOOD))
-    scripts = {"prefill": sending(whole(GOOD)), "decode": good, **WAYS[name]()}
-    engines = {role: await scripted(script) for role, script in scripts.items()}
-    limits = {"prefill_timeout_s": 0.3, "decode_timeout_s": 0.3}
-    running = await proxy([engines["prefill"].url], [engines["decode"].url], probe_interval_s=60.0, **limits)
-    await asyncio.sleep(0)
-    before = alive()
-    for _ in range(3):
-        got = await running.client.post("/v1/completions", json=BODY | {"stream": stream})
-        assert got.status_code
-    await until(lambda: _gone(before))
-    assert alive() == before
+    await outlived(scripted, proxy, name, stream)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "name", ["well", "prefill fails", "prefill is silent", "decode fails", "decode is silent", "a stream breaks"]
+)
+async def test_nothing_of_two_legs_at_once_outlives_them(
+    scripted: Any, proxy: Any, collector_off: None, name: str, stream: bool
+) -> None:
+    mode = parse_mode_flag("concurrent_legs")
+    await outlived(scripted, proxy, name, stream, dialect="store-meet", modes=(mode,))
 
 
 @pytest.mark.parametrize("name", ["prefill", "decode", "stream"])
@@ -123,6 +142,27 @@ async def test_nothing_of_a_request_outlives_it_where_it_is_cut_off(
         writer.close()
     await until(lambda: _gone(before))
     assert alive() == before
+
+
+@pytest.mark.parametrize("turns", [0, 1], ids=["in the same turn", "while it is connected"])
+async def test_nothing_of_a_request_outlives_it_where_its_connection_is_given_up(
+    scripted: Any, collector_off: None, turns: int
+) -> None:
+    def unheard(head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:
+        raise AssertionError(error)
+
+    engine = await scripted(silent)
+    pool = UpstreamConnectionPool(engine.url, UpstreamLimits())
+    before = alive()
+    for _ in range(3):
+        exchange = pool.exchange(pool.request(b"/v1/completions", b"", TEXT), ResponseCollector(1000, unheard))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        exchange.discard()
+        del exchange
+    await until(lambda: _gone(before))
+    pool.close()
+    assert engine.bodies == []
 
 
 async def test_a_connection_that_an_engine_has_closed_is_gone(scripted: Any, proxy: Any, collector_off: None) -> None:

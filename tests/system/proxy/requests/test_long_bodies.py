@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvparams.jsontext.document import AT_ONCE_BYTES, JSONLimits, load_object
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.event_loop.step_runner import StepRunner, StepTask
 from kvparams_proxy.execution.stream_resumption import is_resumable
 from kvparams_proxy.requests import intake
 from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_cache_salt
@@ -283,6 +284,31 @@ async def test_whoever_leaves_while_its_body_is_read_leaves_nothing(stubbed: Pro
             await asyncio.sleep(0.01)
     short = {"model": "stub", "prompt": "x", "max_tokens": 2}
     assert (await stubbed.client.post("/v1/completions", json=short)).status_code == 200
+
+
+async def test_a_body_whose_client_leaves_is_not_read_to_its_end(
+    stubbed: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works: list[StepTask] = []
+    run = StepRunner.run
+
+    def noted(self: StepRunner, *given: Any, **more: Any) -> StepTask:
+        works.append(run(self, *given, **more))
+        return works[-1]
+
+    monkeypatch.setattr(StepRunner, "run", noted)
+    body = long_chat(12_000_000)
+    _, writer = await asyncio.open_connection("127.0.0.1", stubbed.port)
+    writer.write(HEAD % len(body) + body)
+    await until(lambda: bool(works), 10)
+    assert not works[0].is_finished
+    writer.transport.abort()
+    await until(lambda: works[0].is_finished, 20)
+    assert len(works) == 1
+    assert await stubbed.metric("kvparams_proxy_requests_total") == 0  # the control: a request that was read counts
+    got = await stubbed.client.post("/v1/chat/completions", content=long_chat())
+    assert got.status_code == 200
+    assert await stubbed.metric("kvparams_proxy_requests_total") == 1
 
 
 async def test_long_bodies_are_answered_each_by_itself(stubbed: Proxy) -> None:

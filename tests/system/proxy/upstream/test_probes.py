@@ -4,16 +4,16 @@ import argparse
 import asyncio
 import logging
 import ssl
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
 import trustme
 
 from kvparams.instances import Instance, Role, RoundRobin
 from kvparams_proxy.cli.proxy_command import COMMAND
+from kvparams_proxy.event_loop.step_runner import StepRunner
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.probes import Prober
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
@@ -74,6 +74,7 @@ async def probed(
     tls: ssl.SSLContext | None = None,
     connections: int = 8,
     key: Secret | None = None,
+    steps: StepRunner | None = None,
 ) -> AsyncGenerator[Proxied]:
     """Probe these engines; the first round must end. When it is over, nothing is left."""
     loop = asyncio.get_running_loop()
@@ -87,7 +88,7 @@ async def probed(
         pools.joined(member)
     fleet.add_listener(pools)
     async with asyncio.timeout(10):
-        async with Prober(fleet, every_s, pools):
+        async with Prober(fleet, every_s, pools, steps=steps):
             yield Proxied(fleet, pools)
         fleet.close()
         pools.close()
@@ -360,40 +361,3 @@ def test_what_cannot_be_an_engine_is_refused_before_anything_starts(
     COMMAND.add_arguments(parser)
     assert COMMAND.run(parser.parse_args(given)) == 2
     assert "--prefill number 1: [NAME=]URL must be" in capsys.readouterr().err
-
-
-class CountingPool(UpstreamConnectionPool):
-    """A pool that notes when it is asked for an exchange, in the loop's time."""
-
-    asked: ClassVar[list[float]] = []
-
-    def exchange(self, *arguments: Any, **more: Any) -> Any:
-        self.asked.append(asyncio.get_running_loop().time())
-        return super().exchange(*arguments, **more)
-
-
-@pytest.mark.parametrize("join", [False, True])
-async def test_many_missing_engines_are_probed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, join: bool) -> None:
-    """400 of which none is there, at the start or added at once: the next probes are spread over seconds."""
-    asked: list[float] = []
-    monkeypatch.setattr(CountingPool, "asked", asked)
-    loop = asyncio.get_running_loop()
-    instances = [instance(f"p{number}", "http://127.0.0.1:1") for number in range(400)]
-    fleet = Fleet([] if join else instances, {role: RoundRobin() for role in Role}, loop.time, loop.call_later)
-    pools = UpstreamPools(lambda instance: CountingPool(instance.url, UpstreamLimits(connections=1)))
-    for member in fleet.members:
-        pools.joined(member)
-    fleet.add_listener(pools)
-    async with asyncio.timeout(20):
-        async with Prober(fleet, 5.0, pools):
-            if join:
-                for each in instances:
-                    fleet.add(each)
-            began = loop.time()
-            while len(asked) < 600:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            assert loop.time() - began > 1.5, "200 in a second, and the first 400 of those that were there"
-            slots = Counter(int(at / 0.1) for at in asked if at > began)
-            assert max(slots.values()) < 120, "no burst"
-        fleet.close()
-        pools.close()
