@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Literal, Self
+from typing import Final, Literal, Protocol, Self
 
 import httpx
 
 from demo.client import NO_CERTIFICATES
 
-__all__ = ["ProcessError", "Processes", "Server", "bound_to_parent", "free_port", "proxy_command"]
+__all__ = ["ChildProcess", "ProcessError", "Processes", "Server", "bound_to_parent", "free_port", "proxy_command"]
 
 _STOP_S: Final = 10.0
 _POLL_S: Final = 0.05
@@ -47,6 +47,40 @@ class ProcessError(RuntimeError):
     """A server ended, or was not ready in time; the message has the end of its log."""
 
 
+class ChildProcess(Protocol):
+    """A process that runs a server, as `subprocess.Popen` has it."""
+
+    @property
+    def pid(self) -> int:
+        """Returns the id of the process, which leads a session."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Returns the exit status once it is known."""
+        ...
+
+    def poll(self) -> int | None:
+        """Returns the exit status, or None while the process runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end of the process; raises `subprocess.TimeoutExpired` after `timeout` seconds."""
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        """Sends a signal, unless the process has ended."""
+        ...
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        ...
+
+    def kill(self) -> None:
+        """Sends SIGKILL."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """A server that was started."""
@@ -54,7 +88,7 @@ class Server:
     name: str
     url: str
     log: Path
-    process: "subprocess.Popen[bytes]" = field(repr=False)
+    process: ChildProcess = field(repr=False)
 
     def tail(self) -> str:
         """The end of what it wrote to stdout and stderr."""
@@ -120,13 +154,20 @@ class Processes:
         On Linux the server ends with the calling thread, so call this from one that stays.
         """
         command = bound_to_parent(*command)
-        log = self._directory / f"{name}-{port}.log"
+        log = self.log_of(name, port)
         with log.open("wb") as output:
             # A session of its own: Ctrl-C reaches us alone, and we stop the servers in order.
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
-        server = Server(name, f"http://127.0.0.1:{port}", log, process)
+        return self.add(Server(name, f"http://127.0.0.1:{port}", log, process))
+
+    def log_of(self, name: str, port: int) -> Path:
+        """Returns where the output of a server goes."""
+        return self._directory / f"{name}-{port}.log"
+
+    def add(self, server: Server) -> Server:
+        """Adds a server that was started elsewhere; it is stopped with the others."""
         self._servers.append(server)
         return server
 

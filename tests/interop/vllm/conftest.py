@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from demo.processes import Processes, Server
-from tests.interop.vllm.engines import READY_S, start_engine
+from tests.interop.vllm.engines import ENVIRONMENT, READY_S, start_engine
+from tests.interop.vllm.fork_server import SOCKET, running_fork_server
 from tests.interop.vllm.own_connectors import Alone
 from tests.interop.vllm.traffic import answers, mixed
 from tests.interop.vllm.version import is_earlier
@@ -25,6 +26,18 @@ elif is_earlier():  # `test_vllm_contract.py` has what the tier says to that
     collect_ignore_glob = ["test_vllm_offloading_*.py"]
 
 _ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Starts what engines are forked from; the first one that is started waits for it."""
+    if not find_spec("vllm"):
+        yield
+        return
+    folder = tmp_path_factory.mktemp("fork-server")
+    with running_fork_server(folder, ENVIRONMENT) as path, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SOCKET, path)
+        yield
 
 
 @pytest.fixture(scope="session")

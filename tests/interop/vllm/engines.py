@@ -13,6 +13,7 @@ import httpx
 
 from demo.client import NO_CERTIFICATES
 from demo.processes import Processes, Server, free_port
+from tests.interop.vllm.fork_server import API_SERVER, SOCKET, ForkRequest, fork_engine
 
 __all__ = [
     "ANSWER_S",
@@ -57,6 +58,8 @@ ENVIRONMENT: Final = {
     "PYTHONWARNINGS": "ignore",
 }
 """Of a process that has an engine."""
+_NOT_TOLD: Final = "VLLM_CPU_KVCACHE_SPACE"
+"""The environment variable that would set the size of all caches."""
 _CALM_RANKS: Final = Path(__file__).parent / "calm_ranks"
 _SAMPLE: Final = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
 
@@ -133,23 +136,35 @@ def start_engine(
     dtype: str = "float32",
     environment: dict[str, str] | None = None,
     port: int | None = None,
+    forked: bool = True,
 ) -> Server:
-    """Start an engine, about 15 s until it serves; does not wait for it."""
+    """Start an engine; does not wait for it.
+
+    It serves within a few seconds where the tests' fork server starts it. That is so unless it has several ranks or
+    `forked` is false: then it takes about 15 s.
+    """
     port = port or free_port()
+    ranks = "--tensor-parallel-size" in arguments or "--data-parallel-size" in arguments
     settings = {**ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": str(core), **(environment or {})}
     if "--tensor-parallel-size" in arguments:
         path = (str(_CALM_RANKS), settings.get("PYTHONPATH") or os.environ.get("PYTHONPATH"))
         settings["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
-    command = ["env", "-u", "VLLM_CPU_KVCACHE_SPACE", *(f"{key}={value}" for key, value in settings.items())]
-    command += [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--dtype", dtype, "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
-    command += ["--block-size", str(block_size), "--kv-cache-memory-bytes", str(cache_bytes)]
+    options = ["--model", str(model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
+    options += ["--dtype", dtype, "--enforce-eager", "--max-model-len", "2048", "--max-num-seqs", "8"]
+    options += ["--block-size", str(block_size), "--kv-cache-memory-bytes", str(cache_bytes)]
     if "--tensor-parallel-size" not in arguments:
-        command += ["--distributed-executor-backend", "uni"]
+        options += ["--distributed-executor-backend", "uni"]
     if transfer is not None:
-        command += ["--kv-transfer-config", transfer]
-    return processes.start(name, *command, *arguments, port=port)
+        options += ["--kv-transfer-config", transfer]
+    options += arguments
+    fork_server = os.environ.get(SOCKET)
+    if forked and not ranks and fork_server is not None:
+        told = {name: value for name, value in os.environ.items() if name != _NOT_TOLD}
+        log = processes.log_of(name, port)
+        process = fork_engine(fork_server, ForkRequest(options, {**told, **settings}, str(log)))
+        return processes.add(Server(name, f"http://127.0.0.1:{port}", log, process))
+    command = ["env", "-u", _NOT_TOLD, *(f"{key}={value}" for key, value in settings.items())]
+    return processes.start(name, *command, sys.executable, "-m", API_SERVER, *options, port=port)
 
 
 def counters(server: Server) -> dict[str, float]:

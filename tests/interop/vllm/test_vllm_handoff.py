@@ -76,7 +76,8 @@ def fleets(
         def engine(name: str, url: str, role: str, core: int, *more: str) -> Server:
             transfer = transfer_config(url, role=role, engine_id=name, extra=_PATIENT)
             more = ("--enable-prompt-tokens-details", *more)
-            return start_engine(processes, name, model, *more, transfer=transfer, core=core)
+            forked = kinds != _FILE  # these two start as an operator's do
+            return start_engine(processes, name, model, *more, transfer=transfer, core=core, forked=forked)
 
         for core, kind in enumerate(kinds):
             urls = stack.enter_context(running_store(kind, tmp_path_factory.mktemp(kind)))
