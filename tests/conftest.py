@@ -75,6 +75,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
         def _split_scope(self, nodeid: str) -> str:
             return next((group for path, group in _TOGETHER.items() if nodeid.startswith(path)), nodeid)
 
+        def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+            """Forgets a group that is complete: xdist counts all groups of a worker anew with each test."""
+            super().mark_test_complete(node, item_index, duration)
+            assigned = self.assigned_work[node]
+            scope = self._split_scope(self.registered_collections[node][item_index])
+            if all(assigned[scope].values()):
+                del assigned[scope]
+
     return InGroups(config, log)
 
 

@@ -95,7 +95,7 @@ def test_a_document_is_said_in_full_or_what_is_lost_is_named(
 def test_the_laws_of_each_dialect_at_length(name: str, effort: Callable[[int, int], int]) -> None:
     table = TABLES[name]
     legs: list[LegCode] = [leg for leg in PHASES if leg in table.container_paths]
-    long = settings(max_examples=effort(60, 2000), suppress_health_check=SLOWNESS)
+    long = settings(max_examples=effort(40, 2000), suppress_health_check=SLOWNESS)
 
     @long
     @given(st.sampled_from(legs), st.data())
