@@ -1,4 +1,4 @@
-"""Forks vLLM engines from a process that has imported vLLM: an engine serves within seconds.
+"""Starts vLLM engines as forks of a process that has imported vLLM: an engine serves within seconds.
 
 Most of the 15 s of CPU that an engine takes to start are two imports of vLLM, in its server and in its core. Here both
 are forks of one process that has them. What they run from there on is what `python -m` of vLLM's server runs. Engines

@@ -1,4 +1,4 @@
-"""The fork server of these tests: its engines are processes like any other."""
+"""Tests that the engines of the fork server of these tests are processes like any other."""
 
 import os
 import signal
