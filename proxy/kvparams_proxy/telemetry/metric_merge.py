@@ -45,9 +45,9 @@ _RULES: Final = {
     MergeRule.MAX: (
         *(f"{_OURS}{name}" for name in ("instances", "pairs_apart", "ready", "draining", "breaker_state")),
         *(f"{_OURS}{name}" for name in ("prefix_cache_alarm", "prefix_cache_blocks", "kv_events_connected")),
-        *("vllm:healthy_pods_total", "process_max_fds"),
+        *(f"{_OURS}exchange_siblings", "vllm:healthy_pods_total", "process_max_fds"),
     ),
-    MergeRule.MIN: ("process_start_time_seconds",),
+    MergeRule.MIN: (f"{_OURS}exchange_connected", "process_start_time_seconds"),
     MergeRule.MEAN: (
         *(f"{_OURS}prefix_cache_accuracy", "vllm:router_queueing_delay_seconds", "vllm:avg_prefill_length"),
         *("vllm:avg_decoding_length", "vllm:avg_latency", "vllm:avg_itl"),

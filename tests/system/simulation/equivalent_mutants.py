@@ -73,7 +73,6 @@ EQUIVALENT: dict[str, str] = {
     "http_server:ProxyServer.run: connections.fail_incomplete_requests()": f"{_LIMIT}nobody's body is awaited as the proxy stops; "
     "tests/system/proxy/config/test_shutdown.py holds it",
     "connections:ClientConnections.fail_incomplete_requests: connection.fail_incomplete_request()": f"{_LIMIT}as the last",
-    "lifespan:_reload_on_change: task.cancel()": f"{_LIMIT}there is no file of client keys",
     "exchange:UpstreamExchange.half_close: self._retry = False": f"{_LIMIT}it takes a kept connection that is closed just "
     "when a client leaves; tests/system/proxy/upstream/test_connection_pool.py holds it",
     "breakers:Breakers.restarted: self.forget(member)": "a timer that finds nothing to do",
@@ -205,7 +204,6 @@ EQUIVALENT: dict[str, str] = {
     "probes:_MemberProbe.end: self._reading.cancel()": f"{_LIMIT}no engine lists so many models that they are read in steps; "
     "tests/system/proxy/upstream/test_probe_times.py holds it",
     "probes:_MemberProbe._read: self._reading = None": "work that is over holds nothing, and to cancel it does nothing",
-    "probes:_ModelsReceiver.__init__: self.stand_in.clear()": "the element that is there is no object, so it names no model",
     "plan_context:PlanContext.hold_lease: self.kv_claimed = False": f"{_LIMIT}no client leaves just when KV is computed anew; "
     "tests/system/proxy/server/test_leaving.py holds it",
     "stream_relay:StreamRelay._send: self._held.clear()": "nothing is held or looked for in it once the stream has begun",

@@ -21,6 +21,7 @@ from kvparams.instances import Instance, RequestFacts, Role, RoundRobin
 from kvparams.routing.admission import RoleLimits
 from kvparams.routing.plan import KVLease
 from kvparams.routing.request_lifecycle import TRANSITIONS, LifecycleState, RequestLifecycle
+from kvparams_proxy.config.sharing import share_directory, write_exchange_key
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.requests.body import BodyBudget
@@ -316,9 +317,14 @@ def documented() -> dict[str, tuple[str, set[str]]]:
     return {name: (kind, {label for label in labels.split(", ") if label}) for name, kind, labels in rows}
 
 
-async def test_the_page_names_what_there_is_and_nothing_else(stage: StartStage) -> None:
+async def test_the_page_names_what_there_is_and_nothing_else(stage: StartStage, tmp_path: Path) -> None:
+    write_exchange_key(tmp_path)
     seen = await stage(
-        retries=0, policy="cache_aware", tokenizers={None: TokenizationMethod.BYTES}, admin_token=Secret("token")
+        retries=0,
+        policy="cache_aware",
+        tokenizers={None: TokenizationMethod.BYTES},
+        admin_token=Secret("token"),
+        sharing=share_directory(tmp_path),
     )
     await seen.ask()
     await seen.ask(**STREAM)
