@@ -25,6 +25,7 @@ from kvparams_proxy.cli.production_stack_flags import StaticFleet
 from kvparams_proxy.cli.security_configuration import (
     admin_token,
     check_client_keys,
+    notes_of_open_files,
     server_tls,
     sharing_settings,
     signing_settings,
@@ -39,7 +40,7 @@ from kvparams_proxy.config.spec_parsing import check_bootstrap_allowed, default_
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.registry.credentials import CredentialSources, load_credentials
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, LabelSelector, SpecRules
-from kvparams_proxy.secret import Secret, is_accessible_by_others
+from kvparams_proxy.secret import Secret
 from kvparams_proxy.server.connections import ConnectionLimits
 from kvparams_proxy.server.file_descriptors import connections_for, descriptor_limit, descriptors_for, refusals_for
 from kvparams_proxy.server.http_server import ServerSettings
@@ -115,12 +116,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         tokenizers=tokenizers,
     )
     server = _server_settings(options, tls, notes)
-    secrets = dict.fromkeys((options.admin_token_file, rules.credential_sources.key_file))
-    notes += [
-        f"other users can read {path}; run: chmod 600 {path}"
-        for path in secrets
-        if path and is_accessible_by_others(path)
-    ]
+    notes += notes_of_open_files(options.admin_token_file, options.share_keys, rules.credential_sources.key_file)
     notes += [f"left out: {error}" for error in load_tables_and_errors()[1]]
     return Configuration(
         settings,

@@ -11,10 +11,17 @@ from kvparams_proxy.config.sharing import SharingSettings, share_server
 from kvparams_proxy.config.signing import ReloadingSigner, SigningSettings
 from kvparams_proxy.config_errors import ConfigProblems
 from kvparams_proxy.requests.api_keys_file import APIKeysError, read_api_keys
-from kvparams_proxy.secret import Secret, SecretError, secret_from_file, secret_from_variable
+from kvparams_proxy.secret import Secret, SecretError, is_accessible_by_others, secret_from_file, secret_from_variable
 from kvparams_proxy.tls import ServerTLSSettings, TLSError, server_ssl_context
 
-__all__ = ["admin_token", "check_client_keys", "server_tls", "sharing_settings", "signing_settings"]
+__all__ = [
+    "admin_token",
+    "check_client_keys",
+    "notes_of_open_files",
+    "server_tls",
+    "sharing_settings",
+    "signing_settings",
+]
 
 
 def check_client_keys(path: Path | None, problems: ConfigProblems) -> None:
@@ -23,6 +30,15 @@ def check_client_keys(path: Path | None, problems: ConfigProblems) -> None:
             read_api_keys(path)
         except APIKeysError as error:
             problems.add("--client-keys", str(error))
+
+
+def notes_of_open_files(*paths: Path | None) -> list[str]:
+    """Returns a note for each file of secrets that other users can read."""
+    return [
+        f"other users can read {path}; run: chmod 600 {path}"
+        for path in dict.fromkeys(paths)
+        if path and is_accessible_by_others(path)
+    ]
 
 
 def admin_token(options: ProxyOptions, problems: ConfigProblems) -> Secret | None:

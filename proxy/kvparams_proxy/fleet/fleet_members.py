@@ -76,8 +76,7 @@ class FleetMembers:
         Args:
             instances: the first ones; ids must be unique.
             policies: for each role how to choose.
-            now: the clock, in seconds; the event loop's.
-            call_later: the event loop's.
+            now: the clock, in seconds; the event loop's, as is `call_later`.
             limits: for each role what one instance may run; without, nobody ever waits.
             queue: for each role that has limits, who may wait for room.
             breaker: when an instance that fails is left alone.
@@ -115,8 +114,7 @@ class FleetMembers:
             )
             for role in Role
         }
-        self._paired = self._has_several_pair_keys()
-        """Whether it matters who is paired with whom."""
+        self._paired = self._has_several_pair_keys()  # whether it matters who is paired with whom
         for dispatcher in self._roles.values():
             dispatcher.changed()
 

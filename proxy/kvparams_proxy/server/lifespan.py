@@ -178,10 +178,7 @@ def _open_parts(
         *(() if events is None else (KVEventGauges(events),)),
         *(() if tokens is None else (PromptGauges(tokens),)),
         *(() if sync is None else (ExchangeGauges(sync.exchange),)),
-        gauges=(
-            InstanceGauges(metrics, fleet, pools, releaser),
-            ProductionStackGauges(metrics, fleet, loop.time),
-        ),
+        gauges=(InstanceGauges(metrics, fleet, pools, releaser), ProductionStackGauges(metrics, fleet, loop.time)),
         flush=telemetry.record_dispatcher.flush,
     )
     stack.callback(LoopLag(loop, metrics.loop_lag).close)
