@@ -279,7 +279,7 @@ def test_a_store_that_stops_is_told_soon_and_in_words(capsys: pytest.CaptureFixt
         began = time.monotonic()
         with (
             run_loopback_peer() as floor,
-            pytest.raises(StoreError, match="ended with timeout: it has stopped, or is slower"),
+            pytest.raises(StoreError, match="ended with timeout: the store has stopped, or is slower"),
         ):
             run_benchmark(store, floor, BenchmarkPlan(16384, 1, 8, 4, 1000), stop)
         assert stopped.is_set()
