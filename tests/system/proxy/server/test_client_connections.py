@@ -70,7 +70,7 @@ async def test_heads_that_do_not_end_do_not_use_up_descriptors(stub: StubEngines
 @pytest.mark.slow
 async def test_each_of_too_many_requests_at_once_is_answered(stub: StubEngines) -> None:
     """120 where 100 files may be open: none is closed without an answer, although its connection is idle at first."""
-    stub.delays.itl_ms = 20
+    stub.delays.itl_ms = 80
     raw = json.dumps({**BODY, "max_tokens": 50}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
     request += b"content-length: %d\r\n\r\n%b" % (len(raw), raw)
