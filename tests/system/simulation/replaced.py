@@ -8,6 +8,7 @@ import functools
 import itertools
 import logging
 import sys
+from pathlib import Path
 from typing import Any, cast
 
 from kvparams import plugins
@@ -40,7 +41,7 @@ class Lines:
 
     dropped = 0
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, place: str, lock: Path | None = None) -> None:
         self.place = place
         self.text = ""
         self.closed = False
@@ -115,7 +116,7 @@ def prepare() -> None:
     cast("Any", proxy_pool).UpstreamConnection = _Numbered
     cast("Any", proxy_link).aio_pika = _AioPika
     cast("Any", proxy_link).random = lambda: cast("Any", asyncio.get_running_loop()).broker.random()
-    cast("Any", proxy_prefixes).BLOCK_TOKENS = 2  # prompts are short here
+    cast("Any", proxy_prefixes).PrefixCacheModel.__init__.__defaults__ = (2,)  # prompts are short here
     for name in ("kvparams_proxy", "asyncio"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.ERROR)
