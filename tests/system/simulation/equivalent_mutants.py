@@ -1,4 +1,4 @@
-"""Lists the mutants of `mutants.py` that no seed notices, each with the reason.
+"""Names the mutants of `mutants.py` that no seed notices, each with the reason.
 
 Either they change nothing that anybody could see, or it is a limit of the simulation. Where a test outside of it fails
 with the mutant, the reason names that test.
