@@ -5,9 +5,10 @@ and ignores bytes behind the fields that it knows, so two versions of the proxy 
 little-endian.
 """
 
+import json
 import struct
 from collections.abc import Callable, Iterable, Mapping
-from typing import Final
+from typing import Final, cast
 
 from kvparams.replication.entries import (
     BlocksChanged,
@@ -26,10 +27,11 @@ from kvparams.replication.entries import (
     SettingChanged,
 )
 
-__all__ = ["MAX_ENTRY_BYTES", "decode_entries", "encode_entry"]
+__all__ = ["MAX_ENTRY_BYTES", "decode_entries", "decode_heartbeat", "encode_entry", "encode_heartbeat"]
 
 MAX_ENTRY_BYTES: Final = (1 << 16) - 1
 _HEAD: Final = struct.Struct("<BH")
+_LENGTH: Final = struct.Struct("<I")
 _LOAD: Final = struct.Struct("<QIQ")
 _BEGAN: Final = struct.Struct("<QQIffIIIQ")
 _COMPUTED: Final = struct.Struct("<QII")
@@ -85,6 +87,30 @@ def decode_entries(data: bytes | memoryview) -> Iterable[Entry]:
                 raise ValueError(f"an entry is damaged: {error}") from error
         at += length
     return found
+
+
+def encode_heartbeat(info: Mapping[str, object], entries: Iterable[Entry]) -> bytes:
+    """Encodes what a proxy says about itself (JSON), and its whole load."""
+    text = json.dumps(info).encode()
+    return b"".join((_LENGTH.pack(len(text)), text, *map(encode_entry, entries)))
+
+
+def decode_heartbeat(payload: memoryview) -> tuple[dict[str, object], Iterable[Entry]]:
+    """Decodes what `encode_heartbeat` has encoded.
+
+    Raises:
+        ValueError: it is cut off or damaged.
+    """
+    if len(payload) < _LENGTH.size:
+        raise ValueError("a heartbeat is cut off")
+    end = _LENGTH.size + _LENGTH.unpack_from(payload)[0]
+    try:
+        info: object = json.loads(bytes(payload[_LENGTH.size : end]))
+    except RecursionError:
+        raise ValueError("a heartbeat is nested too deeply") from None
+    if not isinstance(info, dict):
+        raise ValueError("a heartbeat says nothing about its sender")
+    return cast("dict[str, object]", info), decode_entries(payload[end:])
 
 
 def _number(value: int | None) -> int:
@@ -149,7 +175,7 @@ def _held(body: memoryview) -> BlocksHeld:
 
 
 def _blocks_changed_body(it: BlocksChanged) -> tuple[int, bytes]:
-    owner = (it.owner or "").encode()[:_MAX_NAME]
+    owner = (it.owner or "").encode(errors="replace")[:_MAX_NAME]
     kind = _KINDS.index(it.kind)
     head = _BLOCKS_CHANGED.pack(it.engine, kind, it.level, it.parent, it.owner is not None, len(owner))
     return 13, head + owner + it.hashes
@@ -165,7 +191,7 @@ def _blocks_changed(body: memoryview) -> BlocksChanged:
 
 
 def _failed_body(it: EngineFailed) -> tuple[int, bytes]:
-    return 6, _FAILED.pack(it.engine, it.connected) + it.why[:200].encode()
+    return 6, _FAILED.pack(it.engine, it.connected) + it.why[:200].encode(errors="replace")
 
 
 def _failed(body: memoryview) -> EngineFailed:
@@ -195,7 +221,7 @@ def _changed(body: memoryview) -> SettingChanged:
 
 
 def _queued_body(it: LegQueued) -> tuple[int, bytes]:
-    parts = [text.encode()[:_MAX_NAME] for text in (it.role, it.tenant, it.model)]
+    parts = [text.encode(errors="replace")[:_MAX_NAME] for text in (it.role, it.tenant, it.model)]
     lengths = [len(part) for part in parts]
     return 10, _QUEUED.pack(it.leg, it.priority, it.tokens, *lengths) + b"".join(parts)
 

@@ -105,11 +105,6 @@ class MessageAuthenticator:
         """Replaces the keys, as in the constructor; no secrets change nothing."""
         self._keys = _derived(secrets) or self._keys
 
-    @property
-    def key_numbers(self) -> frozenset[int]:
-        """The numbers of the keys that are believed: what tells keyrings apart without a secret."""
-        return frozenset(key.number for key in self._keys)
-
     def seal(self, kind: MessageKind, sender: int, receiver: int, sequence: int, now: float, payload: bytes) -> bytes:
         """Makes a message. `now` is in seconds since 1970.
 

@@ -1,17 +1,15 @@
 """`kvparams proxy --check` looks at where the proxies of a site meet: who is there, and whether they fit together."""
 
 import asyncio
-import json
-import struct
 from collections.abc import AsyncGenerator
 from secrets import randbits
 from time import time
-from typing import Final, cast
+from typing import Final
 
+from kvparams.replication.entry_codec import decode_heartbeat
 from kvparams.replication.messages import (
     AuthenticationError,
     MessageAuthenticator,
-    MessageError,
     MessageKind,
 )
 from kvparams_proxy.cli.engine_check import CheckFinding
@@ -23,7 +21,6 @@ __all__ = ["check_exchange"]
 
 _LISTEN_S: Final = 3 * HEARTBEAT_S
 _CONNECT_S: Final = 5.0
-_LENGTH: Final = struct.Struct("<I")
 
 
 async def check_exchange(sharing: SharingSettings, policy: str) -> AsyncGenerator[CheckFinding]:
@@ -85,11 +82,8 @@ class _Heard:
         try:
             message = self._authenticator.open(data, time())
             if message.kind == MessageKind.HEARTBEAT:
-                payload = bytes(message.payload)
-                info: object = json.loads(payload[4 : 4 + _LENGTH.unpack_from(payload)[0]])
-                if isinstance(info, dict):
-                    self.infos[message.sender] = cast("dict[str, object]", info)
+                self.infos[message.sender] = decode_heartbeat(message.payload)[0]
         except AuthenticationError:
             self.strangers += 1
-        except (MessageError, ValueError, struct.error):
+        except ValueError:
             self.unreadable += 1

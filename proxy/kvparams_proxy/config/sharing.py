@@ -2,6 +2,7 @@
 
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -27,18 +28,15 @@ class SharingSettings(NamedTuple):
     """A server, or the private directory of the workers of one supervisor."""
     secrets: Callable[[], Sequence[bytes]]
     """Returns the keys that are believed now; the first one seals. Called again and again."""
+    seed: int
+    """64 bits for block hashes, which the proxies of the site share and clients do not know.
+
+    They come from the oldest key, so a key that is added changes nothing."""
 
     @property
     def site(self) -> str:
         """The name of the site, which is the same for all of its proxies."""
         return self.place.prefix if isinstance(self.place, ShareURL) else "workers"
-
-    def seed(self) -> int:
-        """Returns 64 bits that the proxies of the site share and clients do not know, for block hashes.
-
-        They come from the oldest key, so that a key that is added changes nothing.
-        """
-        return int.from_bytes(sha256(b"kvparams block hashes\n" + self.secrets()[-1]).digest()[:8], "little")
 
 
 def share_server(url: ShareURL, keys_file: Path) -> SharingSettings:
@@ -56,7 +54,8 @@ def share_server(url: ShareURL, keys_file: Path) -> SharingSettings:
             _log.error("%s; the keys between proxies stay as they were", error)
         return _secrets(watched.keyring)
 
-    return SharingSettings(url, secrets)
+    oldest = min(watched.keyring, key=lambda key: (key.not_before, key.kid))
+    return SharingSettings(url, secrets, _seed(oldest.derive(_PURPOSE)))
 
 
 def share_directory(directory: Path) -> SharingSettings:
@@ -66,7 +65,7 @@ def share_directory(directory: Path) -> SharingSettings:
         OSError: there is none.
     """
     secret = (directory / EXCHANGE_KEY_FILE).read_bytes()
-    return SharingSettings(directory, lambda: (secret,))
+    return SharingSettings(directory, lambda: (secret,), _seed(secret))
 
 
 def write_exchange_key(directory: Path) -> None:
@@ -81,5 +80,11 @@ def write_exchange_key(directory: Path) -> None:
 
 
 def _secrets(keyring: SigningKeyring) -> Sequence[bytes]:
-    keys = sorted(keyring, key=lambda key: (key.not_before, key.kid), reverse=True)
+    """Returns the key that signs now first: one whose time has not come may not be in everybody's file yet."""
+    signing = keyring.signing_key_at(time.time())
+    keys = sorted(keyring, key=lambda key: (key is not signing, -key.not_before, key.kid))
     return [key.derive(_PURPOSE) for key in keys]
+
+
+def _seed(secret: bytes) -> int:
+    return int.from_bytes(sha256(b"kvparams block hashes\n" + secret).digest()[:8], "little")

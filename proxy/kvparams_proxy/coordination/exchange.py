@@ -5,16 +5,14 @@ sequence numbers, or a lease that ends, tells a reader what it no longer knows.
 """
 
 import asyncio
-import json
 import logging
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 from kvparams.replication.entries import EngineLoad, Entry
-from kvparams.replication.entry_codec import decode_entries, encode_entry
+from kvparams.replication.entry_codec import decode_entries, decode_heartbeat, encode_entry, encode_heartbeat
 from kvparams.replication.messages import AuthenticationError, Message, MessageAuthenticator, MessageError, MessageKind
 from kvparams.replication.siblings import Arrival, Sibling, SiblingTable
 from kvparams_proxy.coordination.transport import Transport
@@ -32,15 +30,14 @@ _SNAPSHOT_BYTES: Final = 64 << 10
 _SNAPSHOT_WAIT_S: Final = 3.0
 """A snapshot that has not ended after so long is asked for again, of another sibling."""
 _LOG_EVERY_S: Final = 30.0
-_LENGTH: Final = struct.Struct("<I")
 _log: Final = logging.getLogger(__name__)
 
 
 class ExchangeListener(Protocol):
     """Applies what siblings tell, and knows what to tell them."""
 
-    def apply_entry(self, sibling: Sibling, entry: Entry, *, is_snapshot: bool) -> None:
-        """Applies one entry. Entries of a snapshot are what the sibling knows, not what it does."""
+    def apply_entry(self, sibling: Sibling, entry: Entry) -> None:
+        """Applies one entry."""
         ...
 
     def apply_loads(self, sibling: Sibling, loads: Mapping[int, tuple[int, int]]) -> None:
@@ -131,11 +128,6 @@ class Exchange:
         self.is_degraded = False
         """Whether the transport is not connected."""
 
-    @property
-    def transport(self) -> Transport:
-        """The transport."""
-        return self._transport
-
     def start(self) -> None:
         """Begins to send and to receive."""
         self._transport.start(self._receive)
@@ -206,9 +198,7 @@ class Exchange:
         self._beat_timer = self._loop.call_later(HEARTBEAT_S, self._beat)
         self._listener.beat()
         self._flush()
-        info = json.dumps(self._info()).encode()
-        loads = b"".join(map(encode_entry, self._listener.loads()))
-        self._send_in_order(MessageKind.HEARTBEAT, _LENGTH.pack(len(info)) + info + loads)
+        self._send_in_order(MessageKind.HEARTBEAT, encode_heartbeat(self._info(), self._listener.loads()))
         self._say_whether_connected()
         self._ask_for_snapshot(self._loop.time())
 
@@ -254,6 +244,9 @@ class Exchange:
             self._refuse(kind, str(error))
         except ValueError as error:
             self._refuse("format", str(error))
+        except Exception:  # noqa: BLE001  a fault of the proxy costs this message, not the exchange
+            self.refused["fault"] += 1
+            _log.exception("a message between proxies could not be processed")
 
     def _handle(self, message: Message) -> None:
         before = len(self.siblings)
@@ -269,7 +262,7 @@ class Exchange:
         kind, payload = message.kind, message.payload
         if kind == MessageKind.ENTRIES:
             for entry in decode_entries(payload):
-                self._listener.apply_entry(sibling, entry, is_snapshot=False)
+                self._listener.apply_entry(sibling, entry)
         elif kind == MessageKind.HEARTBEAT:
             self._handle_heartbeat(sibling, payload)
         elif kind == MessageKind.SNAPSHOT:
@@ -281,20 +274,11 @@ class Exchange:
             self._end(sibling, "has ended")
 
     def _handle_heartbeat(self, sibling: Sibling, payload: memoryview) -> None:
-        if len(payload) < _LENGTH.size:
-            raise ValueError("a heartbeat is cut off")
-        end = _LENGTH.size + _LENGTH.unpack_from(payload)[0]
-        info: object = json.loads(bytes(payload[_LENGTH.size : end]))
-        if not isinstance(info, dict):
-            raise ValueError("a heartbeat says nothing about its sender")
+        info, entries = decode_heartbeat(payload)
         if sibling.info != info:
-            sibling.info = cast("dict[str, object]", info)
+            sibling.info = info
             self._listener.check_info(sibling)
-        loads = {
-            each.engine: (each.in_flight, each.tokens)
-            for each in decode_entries(payload[end:])
-            if isinstance(each, EngineLoad)
-        }
+        loads = {each.engine: (each.in_flight, each.tokens) for each in entries if isinstance(each, EngineLoad)}
         self._listener.apply_loads(sibling, loads)
 
     def _handle_snapshot(self, sibling: Sibling, payload: memoryview) -> None:
@@ -307,7 +291,7 @@ class Exchange:
             self._asked.clear()
             _log.info("proxy %016x has told what it knows", sibling.id)
         for entry in decode_entries(payload):
-            self._listener.apply_entry(sibling, entry, is_snapshot=True)
+            self._listener.apply_entry(sibling, entry)
 
     def _begin_snapshot(self, sibling: Sibling) -> None:
         if len(self._snapshots) >= 4:  # they ask again

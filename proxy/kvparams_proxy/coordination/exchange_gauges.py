@@ -36,6 +36,6 @@ class ExchangeGauges(Collector):
         refused = CounterMetricFamily(
             "kvparams_proxy_exchange_refused", "Messages that were not believed.", labels=["reason"]
         )
-        for reason in ("authentication", "format", "unasked"):
+        for reason in ("authentication", "fault", "format", "unasked"):
             refused.add_metric([reason], exchange.refused[reason])
         yield refused

@@ -88,6 +88,8 @@ class FleetSync:
         """Probes a member at once."""
         self.reassign: Callable[[], None] = lambda: None
         """Called when `owns` may say something else."""
+        self._like = frozenset[int]()
+        """Siblings whose block hashes are this proxy's."""
         self._unlike_beats = 0
         """Heartbeats since all proxies had the same settings."""
         self._warned: set[tuple[int, str]] = set()
@@ -150,7 +152,7 @@ class FleetSync:
 
     # ExchangeListener
 
-    def apply_entry(self, sibling: Sibling, entry: Entry, *, is_snapshot: bool) -> None:
+    def apply_entry(self, sibling: Sibling, entry: Entry) -> None:
         """See `ExchangeListener`."""
         if isinstance(entry, EngineLoad):
             self._loads.apply(sibling, entry)
@@ -180,10 +182,20 @@ class FleetSync:
             if theirs != ours and (sibling.id, name) not in self._warned:
                 self._warned.add((sibling.id, name))
                 _log.warning(_UNLIKE[name], sibling.id, theirs, ours)
+        self._update_listeners()
 
     def siblings_changed(self) -> None:
         """See `ExchangeListener`."""
-        self.reassign()
+        self._warned = {each for each in self._warned if each[0] in self.exchange.siblings.alive}
+        self._update_listeners()
+
+    def _update_listeners(self) -> None:
+        """Finds out which proxies can tell this one what engines publish: those with the same block hashes."""
+        own = self._info.get("chain")
+        like = frozenset(id for id, each in self.exchange.siblings.alive.items() if each.info.get("chain") == own)
+        if like != self._like:
+            self._like = like
+            self.reassign()
 
     def owns(self, member: Member) -> bool:
         """Returns whether this proxy, of all proxies of the site, listens to the KV events of an engine.
@@ -191,8 +203,7 @@ class FleetSync:
         All proxies that know each other agree (highest random weight).
         """
         key = self._names.find_key(member)
-        others = self.exchange.siblings.alive
-        return key is None or all(_weight(key, self.exchange.id) > _weight(key, other) for other in others)
+        return key is None or all(_weight(key, self.exchange.id) > _weight(key, other) for other in self._like)
 
     def beat(self) -> None:
         """See `ExchangeListener`."""

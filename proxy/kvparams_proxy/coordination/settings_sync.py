@@ -7,14 +7,17 @@ removed stays as None, so that an older one cannot come back.
 
 import json
 from collections.abc import Callable, Iterator
-from hashlib import sha256
 from typing import Final
+
+from xxhash import xxh3_64_intdigest
 
 from kvparams.replication.entries import Entry, SettingChanged
 
 __all__ = ["SettingsSync"]
 
-_MOST_NAMES: Final = 4096
+_MOST_NAMES: Final = 1 << 15
+"""Three for each instance that a fleet may have; beyond, what was removed first is forgotten."""
+_REMOVED: Final = b"null"
 _MOST_BYTES: Final = 48 << 10
 """Of one value, as JSON."""
 
@@ -32,17 +35,16 @@ class SettingsSync:
         self._own_id = own_id
         self._publish = publish
         self._entries: dict[str, SettingChanged] = {}
-        self._digest: str | None = None
+        self._digest = 0
+        self._revision = 0
+        """The highest that was seen."""
         self.apply: Callable[[str, object], None] = lambda name, value: None
         """Puts a value of a sibling to use."""
 
     @property
     def digest(self) -> str:
         """Tells maps apart whose values or revisions differ."""
-        if self._digest is None:
-            known = sorted((entry.name, entry.revision, entry.writer) for entry in self._entries.values())
-            self._digest = sha256(repr(known).encode()).hexdigest()[:16]
-        return self._digest
+        return f"{self._digest:016x}"
 
     def write(self, name: str, value: object) -> None:
         """Records a change that was made here, and tells it.
@@ -51,32 +53,45 @@ class SettingsSync:
             ValueError: it is too long, or there are too many names.
         """
         encoded = json.dumps(value, sort_keys=True).encode()
-        if len(encoded) > _MOST_BYTES or (name not in self._entries and len(self._entries) >= _MOST_NAMES):
-            raise ValueError(f"{name}: the proxies of a site share {_MOST_NAMES} values of {_MOST_BYTES} bytes at most")
-        revision = 1 + max((entry.revision for entry in self._entries.values()), default=0)
-        entry = self._entries[name] = SettingChanged(revision, self._own_id, name, encoded)
-        self._digest = None
+        if len(encoded) > _MOST_BYTES:
+            raise ValueError(f"{name}: a value that proxies share has at most {_MOST_BYTES} bytes")
+        entry = SettingChanged(self._revision + 1, self._own_id, name, encoded)
+        self._put(entry)
         self._publish(entry)
 
     def apply_entry(self, entry: SettingChanged) -> None:
         """Applies a change of a sibling, if it is the newest of its name.
 
         Raises:
-            ValueError: its value is not JSON, or there are too many names.
+            ValueError: its value is not JSON or too long, or there are too many names.
         """
         before = self._entries.get(entry.name)
         if before is not None and (before.revision, before.writer) >= (entry.revision, entry.writer):
             return
-        if before is None and len(self._entries) >= _MOST_NAMES:
-            raise ValueError("a sibling has changed more settings than a site may have")
         if len(entry.value) > _MOST_BYTES:
             raise ValueError("a sibling has changed a setting to a value that is too long")
         value: object = json.loads(entry.value)
-        self._entries[entry.name] = entry
-        self._digest = None
+        self._put(entry)
         if before is None or before.value != entry.value:
             self.apply(entry.name, value)
+
+    def _put(self, entry: SettingChanged) -> None:
+        before = self._entries.get(entry.name)
+        if before is None and len(self._entries) >= _MOST_NAMES:
+            removed = next((each for each in self._entries.values() if each.value == _REMOVED), None)
+            if removed is None:
+                raise ValueError(f"the proxies of a site share at most {_MOST_NAMES} settings; remove instances first")
+            self._digest ^= _mark(self._entries.pop(removed.name))
+        if before is not None:
+            self._digest ^= _mark(self._entries.pop(entry.name))  # the newest stand last
+        self._entries[entry.name] = entry
+        self._digest ^= _mark(entry)
+        self._revision = max(self._revision, entry.revision)
 
     def snapshot(self) -> Iterator[Entry]:
         """Yields all changes."""
         yield from list(self._entries.values())
+
+
+def _mark(entry: SettingChanged) -> int:
+    return xxh3_64_intdigest(f"{entry.name}\n{entry.revision}\n{entry.writer}".encode())

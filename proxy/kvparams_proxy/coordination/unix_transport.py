@@ -22,7 +22,7 @@ _QUEUE_BYTES: Final = 4 << 20
 """What waits for one proxy."""
 _LOOK_S: Final = 0.25
 """How often the directory is looked at."""
-_AT_ONCE: Final = 16
+_AT_ONCE: Final = 4
 """Messages that are read before the event loop does something else."""
 _BACKLOG: Final = 64
 
@@ -46,11 +46,6 @@ class UnixTransport:
         """True once it is started."""
         return self._listener is not None
 
-    @property
-    def lost(self) -> int:
-        """Messages that other proxies had no room for."""
-        return sum(each.lost for each in self._outgoing.values())
-
     def start(self, receive: MessageReceiver) -> None:
         """See `Transport`.
 
@@ -60,8 +55,11 @@ class UnixTransport:
         self._receive = receive
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         try:
-            listener.bind(str(self._path))
+            # Others take a socket that nobody listens on for one that was left behind, so it gets its name last.
+            unnamed = self._path.with_suffix(".new")
+            listener.bind(str(unnamed))
             listener.listen(_BACKLOG)
+            unnamed.rename(self._path)
         except OSError:
             listener.close()
             raise
@@ -160,7 +158,6 @@ class _Outgoing:
         self._queue: deque[bytes] = deque()
         self._queued_bytes = 0
         self.is_closed = False
-        self.lost = 0
 
     def send(self, message: bytes) -> None:
         """Sends a message, or keeps it until there is room."""
@@ -177,7 +174,6 @@ class _Outgoing:
             else:
                 return
         if self._queued_bytes + len(message) > _QUEUE_BYTES:
-            self.lost += 1
             return
         self._queue.append(message)
         self._queued_bytes += len(message)

@@ -53,8 +53,6 @@ class ValkeyTransport:
         self._tasks: list[asyncio.Task[None]] = []
         self._receive: MessageReceiver | None = None
         self._heard_own_at: float | None = None
-        self.lost = 0
-        """Messages that could not be sent."""
         self.problem = "not connected yet"
         """Why the last connection ended."""
 
@@ -79,7 +77,6 @@ class ValkeyTransport:
         self._queued_bytes += len(message)
         while self._queued_bytes > _QUEUE_BYTES:
             self._queued_bytes -= len(self._queue.popleft()[1])
-            self.lost += 1
         self._wake.set()
 
     async def close(self) -> None:

@@ -85,5 +85,5 @@ def _prefix_cache_factory(
         message = f"this policy needs packages that are not installed ({error}): pip install 'kvparams[proxy,index]'"
         raise PluginError(message) from error
     if sharing is not None:
-        return lambda now: PrefixCacheModel(now, sharing.seed(), SHARED_BLOCK_TOKENS)
+        return lambda now: PrefixCacheModel(now, sharing.seed, SHARED_BLOCK_TOKENS)
     return lambda now: PrefixCacheModel(now, randbits(64))

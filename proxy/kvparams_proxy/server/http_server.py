@@ -14,7 +14,7 @@ import logging
 import signal
 import socket
 import ssl
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -24,6 +24,7 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.event_loop.first_of import first_of
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.server.connection_gauges import ConnectionGauges
 from kvparams_proxy.server.connections import ClientConnections, ConnectionLimits
@@ -153,9 +154,9 @@ class ProxyServer:
             if connections.tasks:  # they write what the end of the lifespan had to say
                 await asyncio.wait(connections.tasks, timeout=_FLUSH_S)
             connections.close()
-            await _first(_FLUSH_S, connections.wait_empty())
+            await first_of(_FLUSH_S, connections.wait_empty())
             connections.abort()
-            await _first(_FLUSH_S, connections.wait_empty())
+            await first_of(_FLUSH_S, connections.wait_empty())
 
     async def _serve(self, listener: socket.socket, connections: ClientConnections, state: Mapping[str, Any]) -> None:
         """Serves until requests have ended, or must."""
@@ -169,7 +170,7 @@ class ProxyServer:
         accepting = await loop.create_server(factory, sock=listener, ssl=tls, backlog=backlog)
         try:
             self.started.set()
-            await _first(None, self._stopping.wait(), self._retiring.wait())
+            await first_of(None, self._stopping.wait(), self._retiring.wait())
             await self._drain(connections, accepting, state.get("draining"))
         finally:
             accepting.close()
@@ -182,16 +183,16 @@ class ProxyServer:
         connections.drain()
         if not self._stopping.is_set():
             accepting.close()
-            await _first(settings.grace_s, self._stopping.wait(), connections.wait_empty())
+            await first_of(settings.grace_s, self._stopping.wait(), connections.wait_empty())
             connections.close_idle()
         if self._stopping.is_set():
             if draining is not None:
                 draining.is_draining = True
             _log.info("the proxy is shutting down; a second signal ends running requests")
-            await _first(settings.drain_delay_s, self._cutting.wait())
+            await first_of(settings.drain_delay_s, self._cutting.wait())
             accepting.close()
             connections.close_idle()
-            await _first(settings.grace_s, self._cutting.wait(), connections.wait_empty())
+            await first_of(settings.grace_s, self._cutting.wait(), connections.wait_empty())
         if connections:
             _log.warning("the proxy shuts down and closes %d connections", len(connections))
 
@@ -213,13 +214,3 @@ def _service(
     endpoints: Mapping[bytes, DirectEndpoint] = state.get(DIRECT_ENDPOINTS_KEY, {})
     bodies = next((endpoint.bodies for endpoint in endpoints.values()), None)
     return ServerContext(loop, app, state, endpoints if direct else {}, connections, refused, bodies)
-
-
-async def _first(longest_s: float | None, *events: Coroutine[Any, Any, object]) -> None:
-    """Waits until one of `events` is over, or `longest_s` have passed if they are given."""
-    tasks = [asyncio.ensure_future(event) for event in events]
-    try:
-        await asyncio.wait(tasks, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -20,7 +20,6 @@ from kvparams.version import __version__
 from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.coordination.exchange_gauges import ExchangeGauges
 from kvparams_proxy.coordination.fleet_sync import FleetSync
-from kvparams_proxy.coordination.settings_sync import SettingsSync
 from kvparams_proxy.event_loop.clock import StallAwareClock
 from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.event_loop.step_runner import StepRunner
@@ -122,7 +121,7 @@ async def app_lifespan(
             )
             for each in ENDPOINTS
         }
-        shared_admin = SharedAdmin(parts.registry, plugins.modes, _settings_sync(parts.sync))
+        shared_admin = SharedAdmin(parts.registry, plugins.modes, None if parts.sync is None else parts.sync.settings)
         stack.push_async_callback(shared_admin.close)
         await _start_tasks(stack, settings, plugins, parts)
         stack.push_async_callback(_end_running, resources)
@@ -235,11 +234,6 @@ def _open_sync(
     sync = FleetSync(loop, fleet, prefixes, settings.sharing, {"version": __version__, "policy": settings.policy})
     stack.push_async_callback(sync.close)
     return sync
-
-
-def _settings_sync(sync: FleetSync | None) -> SettingsSync:
-    """Returns what tells the operator's changes; without other proxies it tells nobody."""
-    return SettingsSync(0, lambda entry: None) if sync is None else sync.settings
 
 
 def _open_telemetry(

@@ -29,31 +29,33 @@ _log: Final = logging.getLogger(__name__)
 class SharedAdmin:
     """Tells changes to the other proxies, and makes theirs."""
 
-    def __init__(self, registry: Registry, modes: ActiveModes, settings: SettingsSync) -> None:
-        """`settings` brings the changes of siblings here from now on."""
+    def __init__(self, registry: Registry, modes: ActiveModes, settings: SettingsSync | None) -> None:
+        """`settings` brings the changes of siblings here from now on; None where there are no other proxies."""
         self._registry = registry
         self._modes = modes
         self._settings = settings
         self._tasks: set[asyncio.Task[None]] = set()
         self._waiting_drains: dict[str, bool] = {}
         """Drains of instances that are not known here yet."""
-        settings.apply = self._apply
+        if settings is not None:
+            settings.apply = self._apply
 
     def instance_changed(self, spec: InstanceSpec) -> None:
         """Tells that an instance was added or changed here."""
-        self._settings.write(f"instance/{spec.id}", spec_document(spec))
+        self._tell(f"instance/{spec.id}", spec_document(spec))
 
     def instance_removed(self, id: str) -> None:
         """Tells that an instance was removed here."""
-        self._settings.write(f"instance/{id}", None)
+        self._tell(f"instance/{id}", None)
+        self._tell(f"drain/{id}", None)  # another instance of this name is not drained
 
     def drained(self, id: str, on: bool) -> None:
         """Tells that an instance was drained here, or its drain was ended."""
-        self._settings.write(f"drain/{id}", on)
+        self._tell(f"drain/{id}", on)
 
     def modes_changed(self) -> None:
         """Tells which modes are active."""
-        self._settings.write("modes", [mode_document(mode) for mode in self._modes.active])
+        self._tell("modes", [mode_document(mode) for mode in self._modes.active])
 
     async def close(self) -> None:
         """Ends what is under way."""
@@ -62,10 +64,21 @@ class SharedAdmin:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
+    def _tell(self, name: str, value: object) -> None:
+        if self._settings is None:
+            return
+        try:
+            self._settings.write(name, value)
+        except ValueError as error:
+            _log.error("a change by the admin API holds at this proxy alone: %s", error)
+
     def _apply(self, name: str, value: object) -> None:
         kind, _, id = name.partition("/")
         if kind == "drain":
-            self._drain(id, value is True)
+            if isinstance(value, bool):
+                self._drain(id, value)
+            else:
+                self._waiting_drains.pop(id, None)
         else:
             task = asyncio.get_running_loop().create_task(self._change(kind, id, value), name=f"apply {name}")
             self._tasks.add(task)

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from kvparams_proxy.event_loop.first_of import first_of
 from kvparams_proxy.worker_identity import WorkerIdentity
 from kvparams_proxy.workers.channel import Frame, FrameKind
 from kvparams_proxy.workers.listeners import WorkerListeners
@@ -207,7 +208,7 @@ class Supervisor:
             delay_s = decision.delay_s
             successor: WorkerProcess | None = None
             while successor is None:
-                await _first(delay_s, self._stopping.wait())
+                await first_of(delay_s, self._stopping.wait())
                 if self._stopping.is_set():
                     return
                 successor = await self._start(slot)
@@ -246,7 +247,7 @@ class Supervisor:
             new = await self._start(slot)
             if new is None:
                 return False
-            await _first(None, new.settled.wait(), self._stopping.wait())
+            await first_of(None, new.settled.wait(), self._stopping.wait())
             if self._stopping.is_set():
                 return False
             if new.end is not None:
@@ -308,13 +309,3 @@ class Supervisor:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("the supervisor failed in one step and goes on", exc_info=error)
-
-
-async def _first(longest_s: float | None, *events: Coroutine[Any, Any, object]) -> None:
-    """Waits until one of `events` is over, or `longest_s` have passed."""
-    tasks = [asyncio.ensure_future(event) for event in events]
-    try:
-        await asyncio.wait(tasks, timeout=longest_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()

@@ -72,7 +72,7 @@ STEPS = (
     *("RequestHandler", "SharedAdmin", "run_providers", "BootstrapServers", "Prober", "DrainState"),
 )
 """What the start makes, in this order; each fails in turn."""
-LATER = {"SettingsSync", "UnusedEventsLogger", "UpstreamConnectionPool"}
+LATER = {"UnusedEventsLogger", "UpstreamConnectionPool"}
 """What is made for other settings, or when an engine joins; both hold nothing at the start."""
 
 HELPERS = {"id_maker", "reload_on_change", "role_alone"}

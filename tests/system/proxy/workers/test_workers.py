@@ -116,11 +116,12 @@ async def test_four_workers_are_one_proxy(stub: StubEngines, tmp_path: Path) -> 
         assert len((await served.client.get("/admin/instances", headers=headers)).json()["data"]) == 4
         drained = await served.client.post("/admin/instances/prefill-0/drain", headers=headers)
         assert drained.status_code == 200
-        await asyncio.sleep(0.2)  # what the others are told within milliseconds
-        for _ in range(16):  # each over a connection of its own, to whichever worker
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}") as other:
-                shown = await other.get("/admin/instances/prefill-0", headers=headers)
-                assert shown.json()["draining"]
+        async with asyncio.timeout(10):
+            drained_in_a_row = 0
+            while drained_in_a_row < 16:  # each over a connection of its own, to whichever worker
+                async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{served.port}") as other:
+                    shown = await other.get("/admin/instances/prefill-0", headers=headers)
+                drained_in_a_row = drained_in_a_row + 1 if shown.json()["draining"] else 0
         engines = [f"--{engine.role}={engine.url}" for engine in stub.engines]
         again = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvparams", "proxy", *engines, "--port", str(served.port), "--workers", "2"),

@@ -410,3 +410,27 @@ def test_what_one_proxy_hears_of_an_engine_all_know(site: Site) -> None:
     a.prefixes.event_sources.apply(member, None, "m")
     site.after()
     assert [known(each) for each in (a, b, c, new)] == [0, 0, 0, 0]
+
+
+def test_a_fault_costs_one_message(
+    site: Site, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b, _ = site.proxies
+    with monkeypatch.context() as faulty:
+        faulty.setattr(b.shared, "apply_entry", None)
+        a.acquire(Role.DECODE, facts("one", tokens=100))
+        site.after()
+    assert b.shared.exchange.refused.pop("fault") == 1
+    assert "could not be processed" in caplog.text
+    instance = a.acquire(Role.DECODE, facts("two", tokens=100))
+    site.after()
+    assert _load(b, instance.id)[0] == _load(a, instance.id)[0]
+
+
+def test_a_proxy_with_other_block_hashes_listens_to_nobody_for_this_one() -> None:
+    site = Site(1)
+    site.start(policy=LeastLoad)
+    site.after(1.0)
+    a = site.proxies[0]
+    assert len(a.shared.exchange.siblings) == 1
+    assert all(a.shared.owns(member) for member in a.fleet.members)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.replication.entries import Entry, SettingChanged
+from kvparams_proxy.coordination import settings_sync
 from kvparams_proxy.coordination.settings_sync import SettingsSync
 
 _WRITES = st.lists(st.tuples(st.integers(0, 2), st.sampled_from("abc"), st.integers(0, 5) | st.none()), max_size=12)
@@ -57,7 +58,7 @@ def test_a_value_that_was_removed_does_not_come_back() -> None:
     assert b.used == {"instance/x": None}
 
 
-def test_there_are_limits() -> None:
+def test_values_have_a_limit() -> None:
     one = Copy(1)
     with pytest.raises(ValueError, match="at most"):
         one.map.write("long", "x" * (49 << 10))
@@ -65,10 +66,19 @@ def test_there_are_limits() -> None:
         one.map.apply_entry(SettingChanged(1, 2, "long", b'"' + b"x" * (49 << 10) + b'"'))
     with pytest.raises(ValueError, match="Expecting"):
         one.map.apply_entry(SettingChanged(1, 2, "bad", b"{"))
-    for number in range(4096):
-        one.map.write(str(number), 1)
-    with pytest.raises(ValueError, match="at most"):
+    assert not one.used
+
+
+def test_names_that_come_and_go_for_ever_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_sync, "_MOST_NAMES", 10)
+    one = Copy(1)
+    for number in range(100):
+        one.map.write(f"instance/{number}", {})
+        one.map.write(f"instance/{number}", None)
+    for number in range(10):
+        one.map.write(f"kept/{number}", 1)
+    with pytest.raises(ValueError, match="remove instances first"):
         one.map.write("more", 1)
-    with pytest.raises(ValueError, match="more settings"):
+    with pytest.raises(ValueError, match="remove instances first"):
         one.map.apply_entry(SettingChanged(1, 2, "more", b"1"))
-    one.map.write("0", 2)
+    one.map.write("kept/0", 2)
