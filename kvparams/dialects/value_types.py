@@ -5,6 +5,7 @@ issue #51137), so it is refused here.
 """
 
 import re
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
@@ -49,7 +50,9 @@ __all__ = [
 ]
 
 
-_INTEGERS: Final = {int}
+_ARRAYS: Final = {(0, 2**31 - 1): "Ii", (0, 2**32 - 1): "I"}
+"""Of a range of integers, the codes of the arrays that take all of them and no other: an array of C integers is made
+two to four times as fast as a minimum and a maximum are found."""
 
 
 class ValueType(Protocol):
@@ -102,10 +105,18 @@ class IntegerType:
 
     def has_all(self, values: list[object]) -> bool:
         """Returns True if every value is a valid integer, at the speed of C, since there are many block ids."""
-        if set(map(type, values)) != _INTEGERS:
+        if list(map(type, values)).count(int) != len(values):
             return False
         numbers = cast("list[int]", values)
-        return self.low <= min(numbers) and max(numbers) <= self.high
+        codes = _ARRAYS.get((self.low, self.high))
+        if codes is None:
+            return not numbers or (self.low <= min(numbers) and max(numbers) <= self.high)
+        try:
+            for code in codes:
+                array(code, numbers)
+        except OverflowError:
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def canonical_host(host: str) -> str:
 class _InstanceAddresses:
     """An `_InstanceAddresses` holds the addresses that belong to one instance."""
 
-    __slots__ = ("_hosts", "_networks", "_ports", "fitting", "looked", "reached", "usual")
+    __slots__ = ("_hosts", "_networks", "_ports", "fitting", "looked", "reached", "shape", "usual")
 
     def __init__(self, instance: Instance) -> None:
         self.usual: dict[str, tuple[object, type, bool]] = {}
@@ -104,6 +104,8 @@ class _InstanceAddresses:
         """What was `reached` then."""
         self.fitting: dict[str, ValueType] = {}
         """Of each key in which there is no address the form that its value had."""
+        self.shape: _AnswerShape | None = None
+        """Of the last answer that was found good member by member."""
         places = [parse_declared_address(text) for text in instance.addresses]
         urls = (instance.url, instance.bootstrap or "")
         self._hosts = {canonical_host(urlsplit(url).hostname or "") for url in urls}
@@ -128,6 +130,26 @@ class _InstanceAddresses:
         except ValueError:
             return False
         return any(address in network for network in self._networks)
+
+
+class _AnswerShape(NamedTuple):
+    """What an instance's answers have in common: compared at once, in the speed of C, where each member takes its turn
+    otherwise."""
+
+    names: list[str]
+    types: list[type]
+    constants: dict[str, object]
+    """Members that were good with this value."""
+    changing: tuple[tuple[str, ValueType], ...]
+    """Members with another value each time, and the forms that they must have."""
+
+    def fits(self, said: Mapping[str, object]) -> bool:
+        """Returns True if an answer is as good as the one that this was made of."""
+        if list(said) != self.names or list(map(type, said.values())) != self.types:
+            return False
+        if not self.constants.items() <= said.items():
+            return False
+        return all(form.find_problem(said[name], (name,)) is None for name, form in self.changing)
 
 
 class _KnownKey(NamedTuple):
@@ -187,20 +209,30 @@ class HandoffVerifier:
             if len(self._own) >= _REMEMBERED:
                 self._own.clear()
             own = self._own[instance] = _InstanceAddresses(instance)
+        if own.shape is not None and reached is own.reached and own.shape.fits(said):
+            return
         usual, fitting = own.usual, own.fitting
         same = 0
         new: list[tuple[str, object]] = []
+        constants: dict[str, object] = {}
+        changing: list[tuple[str, ValueType]] = []
         for name, value in said.items():
             if value is None:
                 continue
             last = usual.get(name)
             if last is not None and last[0] == value and last[1] is type(value):
                 same += last[2]
+                constants[name] = value
             elif (form := fitting.get(name)) is None or form.find_problem(value, (name,)) is not None:
                 new.append((name, value))
+            else:
+                changing.append((name, form))
         looked = [name for name, value in new if self._judge(instance, own, name, value)] if new else None
         if looked or same != own.looked or reached is not own.reached:
+            own.shape = None
             self._look(instance, own, said, reached)
+        elif not new:
+            own.shape = _AnswerShape(list(said), list(map(type, said.values())), constants, tuple(changing))
 
     def _judge(self, instance: Instance, own: _InstanceAddresses, name: str, value: object) -> bool:
         """Returns True if the value has a permitted form and has to be searched for addresses."""

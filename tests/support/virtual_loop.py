@@ -1,12 +1,7 @@
 """Provides an event loop whose clock jumps to the next timer, so that a run takes only its callbacks' time.
 
-<<<<<<< HEAD:tests/support/virtual_loop.py
-It offers what the proxy uses of asyncio, nothing else. A callback runs in the order in which it became
-due; what raises in one is kept, never swallowed.
-=======
 Runs repeat exactly. The loop offers only the parts of asyncio that the proxy uses. Callbacks run in the order in which
 they became due. An exception in one is kept, never swallowed.
->>>>>>> main:tests/system/simulation/virtual_loop.py
 """
 
 import asyncio

@@ -9,11 +9,14 @@ __all__ = ["MemoryTrimmer"]
 
 _WORTH_BYTES: Final = 1 << 20
 """Freed since the last time."""
-_APART_S: Final = 1.0
+_DELAYS_S: Final = (1.0, 5.0, 30.0)
+"""From one trim to the next. What a body's owner has released may still wait in a socket's buffer for an engine that
+does not read, until a time-out; nobody tells when that is freed."""
 
 
 class MemoryTrimmer:
-    """Calls `malloc_trim` of the GNU C library from a thread, at most once a second. Does nothing with another library.
+    """Calls `malloc_trim` of the GNU C library from a thread, at most once a second, three times after the last large body.
+    Does nothing with another library.
 
     Source: glibc 2.36, malloc/malloc.c, mtrim: it walks the free chunks of all arenas.
     """
@@ -22,13 +25,19 @@ class MemoryTrimmer:
         self._loop = loop
         self._trim = _malloc_trim()
         self._freed_bytes = 0
+        self._trims = 0
+        """Since a large body was freed."""
         self._timer: asyncio.TimerHandle | None = None
 
     def freed(self, size: int) -> None:
         """Hears that `size` bytes are about to be freed."""
         self._freed_bytes += size
-        if self._freed_bytes >= _WORTH_BYTES and self._timer is None and self._trim is not None:
-            self._timer = self._loop.call_later(_APART_S, self._run)
+        if self._freed_bytes < _WORTH_BYTES or self._trim is None:
+            return
+        self._freed_bytes = 0
+        if self._trims or self._timer is None:
+            self._trims = 0
+            self._start()
 
     def close(self) -> None:
         """Cancels the timer."""
@@ -36,9 +45,16 @@ class MemoryTrimmer:
             self._timer.cancel()
         self._trim = None
 
+    def _start(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(_DELAYS_S[self._trims], self._run)
+
     def _run(self) -> None:
         self._timer = None
-        self._freed_bytes = 0
+        self._trims += 1
+        if self._trims < len(_DELAYS_S):
+            self._start()
         if self._trim is not None:
             self._loop.run_in_executor(None, self._trim, 0)
 

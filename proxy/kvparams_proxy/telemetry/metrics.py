@@ -41,6 +41,9 @@ _FIRST_TOKEN: Final[dict[Role, tuple[LifecycleState, LifecycleState]]] = {
 }
 
 
+_FOLD_REQUESTS: Final = 1024
+
+
 class Metrics(Collector):
     """Counters and histograms. A `kvparams_proxy.telemetry.request_record.RecordReader`."""
 
@@ -74,6 +77,8 @@ class Metrics(Collector):
         self._completion = Histogram(TOKENS_BUCKETS)
         self._events = Histogram(TOKENS_BUCKETS)
         self._per_token = Histogram(FINE_SECONDS_BUCKETS)
+        self._unfolded = 0
+        """Requests since the values of all histograms were counted."""
         self._cached_tokens = 0
         self._answer_bytes = 0
 
@@ -146,6 +151,19 @@ class Metrics(Collector):
                 if number is not None:
                     self._per_token.observe(gaps_s / (length - 1))
         self._answer_bytes += account.answer_bytes
+        self._unfolded += 1
+        if self._unfolded == _FOLD_REQUESTS:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Counts what histograms have kept, so that they keep no more than a few values for each of so many requests.
+
+        This takes a millisecond or two.
+        """
+        self._unfolded = 0
+        some = (self.first_byte, self.loop_lag, self._prompt, self._completion, self._events, self._per_token)
+        for histogram in (*some, *self.legs.values(), *self._ways.values()):
+            histogram.fold()
 
     # when it is scraped
 

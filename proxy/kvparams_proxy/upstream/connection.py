@@ -9,11 +9,11 @@ whole and alone. A second answer on it belongs to no request.
 import asyncio
 import logging
 import re
-from collections.abc import Callable
 from typing import Final, Protocol, cast
 
 import httptools
 
+from kvparams_proxy.event_loop.clock import Clock
 from kvparams_proxy.upstream.exchange import UpstreamExchange
 from kvparams_proxy.upstream.types import (
     MAX_BYTES_PER_TURN,
@@ -47,8 +47,8 @@ class ConnectionOwner(Protocol):
         ...
 
     @property
-    def now(self) -> Callable[[], float]:
-        """The loop's clock, in seconds."""
+    def clock(self) -> Clock:
+        """The clock that measures how long engines take."""
         ...
 
     def put_back(self, connection: "UpstreamConnection") -> None:
@@ -115,7 +115,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._exchange = exchange
         self._sink = sink
         self._reset()
-        self._sent_at = self._pool.now()
+        self._sent_at = self._pool.clock.coarse_time_s
         head, body = request
         if not isinstance(body, bytes):
             self.transport.writelines((head, *body))
@@ -244,7 +244,9 @@ class UpstreamConnection(asyncio.Protocol):
         if self._head_done and not self._head.framed and exc is None:
             exchange.finish(None)
             return
-        untouched = self._reused and self._bodiless_bytes == 0 and self._pool.now() - self._sent_at < _STALE_S
+        untouched = (
+            self._reused and self._bodiless_bytes == 0 and self._pool.clock.coarse_time_s - self._sent_at < _STALE_S
+        )
         exchange.finish(
             UpstreamError("the engine closed the connection before its answer was complete"), untouched=untouched
         )

@@ -80,8 +80,7 @@ class UpstreamConnectionPool:
         self._closed = False
         self._said_s = -_SAY_AGAIN_S
         self._loop = asyncio.get_running_loop()
-        self._clock = clock or MonotonicClock(self._loop.time)
-        self.now: Final = self._clock.time
+        self.clock: Final = clock or MonotonicClock(self._loop.time)
 
     def request(self, path: bytes, headers: bytes, body: UpstreamBody) -> UpstreamRequest:
         """Builds a POST request. `headers` are whole lines, each ending in CRLF."""
@@ -175,7 +174,7 @@ class UpstreamConnectionPool:
             TimeoutError: it takes too long.
         """
         async with asyncio.timeout(None) as limit:
-            timer = ClockTimer(self._loop, self._clock, self.limits.connect_s, partial(limit.reschedule, 0.0))
+            timer = ClockTimer(self._loop, self.clock, self.limits.connect_s, partial(limit.reschedule, 0.0))
             try:
                 _, connection = await self._loop.create_connection(
                     lambda: UpstreamConnection(self),

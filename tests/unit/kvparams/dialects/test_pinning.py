@@ -330,3 +330,49 @@ def test_what_was_good_together_need_not_be_good_apart() -> None:
         with pytest.raises(HandoffRefused):
             pins.verify(instance, bad)
         pins.verify(instance, good)
+
+
+VALUES: dict[str, list[Any]] = {
+    "do_remote_prefill": [True, False, 1, 1.0, None],
+    "remote_block_ids": [[[1, 2]], [[3]], [[1.0]], [[-1]], [[True]], [[2**31]], [], None],
+    "remote_engine_id": ["e", "f", 7, "x" * 300],
+    "remote_request_id": ["r-0", "r-1", "r-2", ""],
+    "remote_host": ["10.0.0.7", METADATA, None, ["10.0.0.7"], "10.0.0.9"],
+    "remote_port": [5600, 5600.0, True, 1, 0, None, [5600]],
+    "tp_size": [4, 4.0, True, 1, 0, None],
+    "unknown": ["http://10.0.0.7:1", {"remote_host": METADATA}, {"remote_host": "10.0.0.7"}, 5],
+}
+ANSWERS = st.fixed_dictionaries(
+    {},
+    optional={name: st.sampled_from([values[0], *values]) for name, values in VALUES.items()},
+)
+
+
+@given(st.lists(st.tuples(ANSWERS, st.booleans()), min_size=2, max_size=8))
+def test_what_was_good_before_changes_no_verdict(answers: list[tuple[dict[str, Any], bool]]) -> None:
+    """A verifier that remembers the shapes of good answers judges each answer as one that has seen none."""
+    ways: tuple[tuple[str, ...], ...] = ((), ("10.0.0.9",))
+    used = HandoffVerifier(load_tables().values())
+    for said, reached in answers:
+        for _ in range(3):  # the third time it is compared with the shape of the second
+            verdicts: list[str] = []
+            for verifier in (used, HandoffVerifier(load_tables().values())):
+                try:
+                    verifier.verify(ENGINE, said, ways[reached])
+                    verdicts.append("good")
+                except HandoffRefused as refused:
+                    verdicts.append(refused.reason)
+            assert verdicts[0] == verdicts[1]
+
+
+def test_an_answer_like_the_last_ones_is_compared_at_once() -> None:
+    """The control of the law above: the shape is used, and a number of another type has another shape."""
+    verifier = HandoffVerifier(load_tables().values())
+    for number in range(4):
+        verifier.verify(ENGINE, ANSWER | {"remote_request_id": f"r-{number}"})
+    shape = verifier._own[ENGINE].shape  # pyright: ignore[reportPrivateUsage]
+    assert shape is not None
+    assert shape.fits(ANSWER | {"remote_request_id": "r-9"})
+    assert "remote_request_id" in dict(shape.changing)
+    for other in ({"remote_port": 5600.0}, {"do_remote_prefill": 1}, {"remote_host": METADATA}, {"tp_size": 5}):
+        assert not shape.fits(ANSWER | other)
