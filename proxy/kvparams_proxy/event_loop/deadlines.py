@@ -1,7 +1,7 @@
 """Time-outs of legs, checked by one sweep over all of them in place of a timer for each.
 
-Starting or renewing a time-out costs a dictionary entry; it fires at most 0.15 seconds late: a tick of the sweep and one
-of the coarse clock.
+Starting or renewing a time-out costs a dictionary entry; it fires at most 0.15 seconds late: a tick of the sweep and
+one of the coarse clock.
 """
 
 import asyncio

@@ -15,8 +15,9 @@ does not read, until a time-out; nobody tells when that is freed."""
 
 
 class MemoryTrimmer:
-    """Calls `malloc_trim` of the GNU C library from a thread, at most once a second, three times after the last large body.
-    Does nothing with another library.
+    """Calls `malloc_trim` of the GNU C library from a thread: three times after the last large body.
+
+    It is called at most once a second. With another library nothing happens.
 
     Source: glibc 2.36, malloc/malloc.c, mtrim: it walks the free chunks of all arenas.
     """

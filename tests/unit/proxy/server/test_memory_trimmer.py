@@ -26,7 +26,10 @@ class TrimLoop(VirtualLoop):
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> TrimLoop:
-    monkeypatch.setattr(memory_trimmer, "_malloc_trim", lambda: lambda _: 1)
+    def trim(_: int) -> int:
+        return 1
+
+    monkeypatch.setattr(memory_trimmer, "_malloc_trim", lambda: trim)
     return TrimLoop()
 
 
