@@ -1,80 +1,83 @@
-"""Compiles the modules on a request's path into the wheel, if HATCH_BUILD_HOOK_ENABLE_CUSTOM=true asks for it.
+"""Compiles the C files of `kvparams/native` into wheels and into editable installations.
 
-The modules are ordinary Python, and pyproject.toml names them. Cython compiles them as they are. The wheel has both
-forms, and Python imports the compiled one. Where they cannot be compiled, the build says so, and the wheel is an
-ordinary one.
+Where they cannot be compiled, the build says so, and the wheel is pure Python. `HATCH_BUILD_NO_HOOKS=true` asks for
+that.
 """
 
+import os
 import shutil
+import sysconfig
 import tempfile
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-__all__ = ["CompilingHook", "compiled"]
+__all__ = ["NativeHook", "build_extension"]
 
-_ROOTS: Final = ("proxy/",)
-"""Folders that are no packages."""
-_PLAIN: Final = {"language_level": 3, "annotation_typing": False, "binding": True}
-"""What a module does must not depend on who runs it: annotations promise nothing, functions can be looked into."""
+_SOURCES: Final = Path("kvparams", "native")
+_MODULE: Final = "kvparams.native._native"
+_ARGUMENTS: Final = ["-O2", "-g0", "-fvisibility=hidden"]
 
 
-class CompilingHook(BuildHookInterface[Any]):
+class NativeHook(BuildHookInterface[Any]):
     """See the module. hatchling 1.33, builders/hooks/plugin/interface.py."""
 
     _into: Path | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Before a wheel is built. An editable one has none of this: sources that change would not be looked at."""
-        if version != "standard":
-            return
-        into = self._into = Path(tempfile.mkdtemp(prefix="kvparams-compiled-"))
+        """Builds the extension before a wheel is built; for an editable one in its place among the sources."""
+        into = self._into = Path(tempfile.mkdtemp(prefix="kvparams-native-"))
         root = Path(self.root)
-        sources = [str(path.relative_to(root)) for pattern in self.config["modules"] for path in root.glob(pattern)]
         try:
-            made = compiled(root, sorted(sources), into)
-        except Exception as error:  # noqa: BLE001  no Cython, no compiler, no Python.h, another Cython than expected
-            self.app.display_warning(f"kvparams is built without compiled modules: {type(error).__name__}: {error}")
+            made = build_extension(root, into)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            self.app.display_warning(f"kvparams is built without native code: {type(error).__name__}: {error}")
+            return
+        if version == "editable":
+            placed = root / _SOURCES / made.name
+            beside = placed.with_suffix(f".{os.getpid()}")
+            shutil.copy(made, beside)
+            beside.replace(placed)  # whoever runs the old one keeps it
             return
         build_data["pure_python"] = False
-        build_data["infer_tag"] = True
-        build_data["force_include"].update({str(path): str(path.relative_to(into)) for path in made})
+        build_data["tag"] = f"cp311-abi3-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["force_include"][str(made)] = str(_SOURCES / made.name)
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """After it was built."""
+        """Removes what was built besides the wheel."""
         if self._into is not None:
             shutil.rmtree(self._into)
 
 
-def compiled(root: Path, sources: list[str], into: Path) -> list[Path]:
-    """Compile modules; the files that hold them, each at its package's place in `into`.
+def build_extension(root: Path, into: Path, arguments: list[str] | None = None) -> Path:
+    """Compiles the extension; returns the file.
 
     Args:
         root: of the repository.
-        sources: paths below it.
         into: an empty folder.
+        arguments: for the compiler and the linker, in addition.
 
     Raises:
-        Exception: whatever Cython and setuptools raise where something is missing.
+        BaseException: whatever setuptools raises where something is missing; SystemExit is among it.
     """
     from setuptools import Distribution, Extension  # only who compiles needs these
     from setuptools.command.build_ext import build_ext
 
-    cython: Any = import_module("Cython.Build")  # its types are partly unknown
-
-    modules = [Extension(_module(source), [str(root / source)], extra_compile_args=["-g0"]) for source in sources]
-    with tempfile.TemporaryDirectory() as work:
-        made = cython.cythonize(modules, build_dir=work, compiler_directives=_PLAIN, quiet=True)
-        command = build_ext(Distribution({"ext_modules": made}))
-        command.build_lib, command.build_temp = str(into), work
-        command.ensure_finalized()
-        command.run()
-    return sorted(path for path in into.rglob("*") if path.is_file())
-
-
-def _module(source: str) -> str:
-    for root in _ROOTS:
-        source = source.removeprefix(root)
-    return source.removesuffix(".py").replace("/", ".")
+    more = arguments or []
+    extension = Extension(
+        _MODULE,
+        sorted(str(path) for path in (root / _SOURCES).glob("*.c")),
+        depends=[str(root / _SOURCES / "native.h")],
+        extra_compile_args=[*_ARGUMENTS, *more],
+        extra_link_args=more,
+        py_limited_api=True,
+    )
+    command = build_ext(Distribution({"ext_modules": [extension]}))
+    command.build_lib, command.build_temp = str(into), str(into / "objects")
+    command.ensure_finalized()
+    command.run()
+    (made,) = into.rglob("_native*.so")
+    return made

@@ -25,6 +25,7 @@ from kvparams.jsontext.scanner import (
     skip_space,
     string_end,
 )
+from kvparams.native import NATIVE
 
 __all__ = [
     "AT_ONCE_BYTES",
@@ -48,6 +49,8 @@ _MEMBER: Final = re.compile(rb'[ \t\r\n,]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t\r\n]*:[
 _GAP: Final = re.compile(rb"[ \t\r\n]*+")
 _LONG: Final = 64 << 10
 """Bytes: longer text is read by pieces, so that it may not hold too many parts."""
+_NATIVE_CONTAINERS: Final = 2_000
+"""Objects and lists that the native code passes in one text."""
 _FLAT_DEPTH: Final = 2
 """The depth of an object with lists of numbers in it."""
 _KINDS: Final = {
@@ -109,14 +112,20 @@ def load_short_object(
 ) -> tuple[dict[str, object], dict[str, MemberSpan]] | None:
     """Reads a JSON object as `load_object` does if that takes some 2 ms at most, and returns None otherwise.
 
-    It reads texts of `AT_ONCE_BYTES` or less, and longer ones whose members are plainly cheap (`flat_members`).
-    `read_object` should read the others.
+    It reads texts of `AT_ONCE_BYTES` or less, and longer ones whose members are plainly cheap (`flat_members`) or that
+    native code passes. `read_object` should read the others.
 
     Raises:
         JSONTextError: as for `load_object`.
     """
     if len(raw) <= AT_ONCE_BYTES:
         return load_object(raw, limits)
+    if NATIVE is not None and len(raw) <= _LONG:
+        document = _parse(raw, limits)
+        if isinstance(document, dict):
+            members = cast("dict[str, object]", document)
+            if (found := _native_spans(raw, members, limits)) is not None:
+                return members, found
     spans = flat_members(raw)
     if spans is None or limits.max_depth < _FLAT_DEPTH:
         return None
@@ -131,6 +140,8 @@ def _told_apart(
         raise JSONTextError(f"the document must be a JSON object, not {_kind(document)}")
     members = cast("dict[str, object]", document)
     if spans is None:
+        if NATIVE is not None and (found := _native_spans(raw, members, limits)) is not None:
+            return members, found
         spans = _walk(raw, limits)
     if len(spans) != len(members):
         _named(raw, spans)
@@ -138,6 +149,15 @@ def _told_apart(
     if len(spans) > limits.max_members:
         raise JSONTextError(f"more than {limits.max_members} members")
     return members, dict(zip(members, spans, strict=True))  # both in the order of the text
+
+
+def _native_spans(raw: bytes, document: dict[str, object], limits: JSONLimits) -> dict[str, MemberSpan] | None:
+    """Returns where the members stand, or None where the native code does not tell."""
+    if NATIVE is None or len(document) > limits.max_members:
+        return None
+    if limits.max_containers <= _NATIVE_CONTAINERS or limits.max_strings < len(raw):
+        return None
+    return NATIVE.member_spans(raw, document, MemberSpan, limits.max_depth)
 
 
 def read_object(

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from kvparams.jsontext.scanner import MemberSpan
+from kvparams.native import NATIVE
 
 __all__ = ["edit", "edit_pieces", "edit_with_spans", "find_removals", "remove_ranges", "shift_spans"]
 
@@ -25,6 +26,8 @@ def edit(raw: bytes, spans: Mapping[str, MemberSpan], changes: Mapping[str, byte
         changes: by member name the new value as JSON text, or None to remove the member. A name that is not there is
             added at the end. Names must not need escaping.
     """
+    if NATIVE is not None and (edited := NATIVE.edit_members(raw, spans, changes)) is not None:
+        return edited
     pieces = edit_pieces(raw, spans, changes)
     return raw if pieces is None else b"".join(pieces)
 

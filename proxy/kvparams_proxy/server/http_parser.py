@@ -1,6 +1,7 @@
 """Parses the requests of one client connection, on httptools: heads, bodies, and what is wrong with them.
 
 Input goes to the parser piece by piece, a head and then its body, so that no request is parsed with the one before it.
+A request whose head is ordinary is read by native code, where there is some, and httptools sees nothing of it.
 
 Sources: RFC 9110 and RFC 9112; httptools 0.6.4 to 0.9.0, parser/parser.pyx (llhttp 9).
 """
@@ -14,6 +15,7 @@ from typing import Any, Final
 
 import httptools
 
+from kvparams.native import NATIVE
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.requests.body import declared_length
 from kvparams_proxy.server.asgi_exchange import ASGIExchange
@@ -53,6 +55,7 @@ class RequestParser(ABC):
         "_length",
         "_loop",
         "_more",
+        "_ordinary",
         "_parser",
         "_receiving",
         "_tail",
@@ -73,6 +76,8 @@ class RequestParser(ABC):
         """Whether what the client sends is not looked at any more: the last answer is on its way."""
         self._more = False
         """Whether there was something that is not looked at."""
+        self._ordinary = False
+        """Whether native code has read the head of the request that is coming."""
         self._tail = b""
         """The last bytes of a head that is not complete: its end may lie across two reads."""
         self._body_left: int | None = 0
@@ -120,9 +125,14 @@ class RequestParser(ABC):
 
     def _parse(self, data: bytes, at: int) -> None:
         """Feeds the parser piece by piece: a head, then its body, so that no request is parsed with the one before."""
+        size = len(data)
         if not self._in_message:
             self._framing = 0
-        size = len(data)
+            if NATIVE is not None and not self._tail and (found := NATIVE.request_head(data, at)) is not None:
+                at = self._begin(*found)
+        if self._ordinary:
+            self._parse_body(data, at)
+            return
         while at < size:
             end = self._piece_end(data, at)
             if end == at:
@@ -139,6 +149,34 @@ class RequestParser(ABC):
             if self._ended and at < size:
                 self._keep(data, at)
                 return
+
+    def _begin(self, end: int, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], length: int) -> int:
+        """Begins a request whose head native code has read. Returns the position behind the head."""
+        self._in_message = self._headers_done = self._ordinary = True
+        self._body_left = length
+        self.since_s = self._loop.time()
+        self._open(RequestHead(method, target, "1.1", headers, True, False))
+        return end
+
+    def _parse_body(self, data: bytes, at: int) -> None:
+        """Passes on the body of an ordinary request."""
+        left = self._body_left or 0
+        end = min(at + left, len(data))
+        if end > at:
+            self._body_left = left = left - (end - at)
+            receiving = self._receiving
+            if receiving is not None:
+                receiving.feed_body(data[at:end])
+        if self._input_ignored:
+            self._more = self._more or end < len(data)
+            return
+        if left == 0:
+            self._ordinary = False
+            self.on_message_complete()
+            if self._input_ignored:
+                self._more = self._more or end < len(data)
+            elif end < len(data):
+                self._keep(data, end)
 
     def _piece_end(self, data: bytes, at: int) -> int:
         """Returns the end of the head or body that `data[at:]` belongs to, as far as may be parsed."""

@@ -1,6 +1,7 @@
 """An HTTP/1.1 connection to an engine. Asyncio and httptools call it; it calls the sink of its exchange.
 
-It sends POST with a body it already holds and reads what HTTP/1.1 allows for an answer.
+It sends POST with a body it already holds and reads what HTTP/1.1 allows for an answer. An ordinary answer is read by
+native code, where there is some (`ordinary_response.py`).
 
 Invariant: an exchange ends once, whatever an engine sends, and a connection is used again only when its last answer was
 whole and alone. A second answer on it belongs to no request.
@@ -13,8 +14,10 @@ from typing import Final, Protocol, cast
 
 import httptools
 
+from kvparams.native import NATIVE
 from kvparams_proxy.event_loop.clock import Clock
 from kvparams_proxy.upstream.exchange import UpstreamExchange
+from kvparams_proxy.upstream.ordinary_response import OrdinaryResponse
 from kvparams_proxy.upstream.types import (
     MAX_BYTES_PER_TURN,
     ResponseHead,
@@ -71,10 +74,12 @@ class UpstreamConnection(asyncio.Protocol):
         "_head_done",
         "_keep_alive",
         "_later",
+        "_ordinary",
         "_parser",
         "_paused",
         "_pieces",
         "_pool",
+        "_replays",
         "_reused",
         "_sent_at",
         "_sink",
@@ -91,11 +96,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._exchange: UpstreamExchange | None = None
         self._sink: ResponseSink | None = None
         self._reused = False
+        self._replays = False
         self._strange = False
         self._sent_at = 0.0
         self._paused = False
         self._later = b""
         """What a read has brought and further turns will deliver; nothing is read meanwhile."""
+        self._ordinary = None if NATIVE is None else OrdinaryResponse(NATIVE)
         self.idle_since = 0.0
         self._reset()
 
@@ -107,6 +114,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._complete = False
         self._keep_alive = False
         self._pieces: list[bytes] = []
+        if self._ordinary is not None:
+            self._ordinary.is_reading = False
 
     # what the pool and the exchange call
 
@@ -181,6 +190,13 @@ class UpstreamConnection(asyncio.Protocol):
             return
         wrong = ""
         try:
+            ordinary = self._ordinary
+            if ordinary is not None and (ordinary.is_reading or self._bodiless_bytes == 0):
+                data = self._read_ordinary(ordinary, data, sink)
+                if not data:
+                    if self._complete and self._sink is sink:
+                        self._end()
+                    return
             if not self._head_done and self._bodiless_bytes + len(data) > self._pool.limits.head_bytes:
                 self._check_head(data)
             try:
@@ -213,6 +229,35 @@ class UpstreamConnection(asyncio.Protocol):
             self._end()
         elif wrong and self._sink is sink:
             self._fail(UpstreamError(f"the engine's answer is not usable HTTP ({wrong})"))
+
+    def _read_ordinary(self, response: OrdinaryResponse, data: bytes, sink: ResponseSink) -> bytes:
+        """Delivers what native code makes of the data. Returns what httptools is to read, which may be all of it.
+
+        Raises:
+            UpstreamError: the sink has seen enough.
+            ValueError: the data is not HTTP.
+        """
+        if response.is_reading:
+            body = response.read(data)
+        else:
+            body = response.begin(data, self._head, self._pool.limits.head_bytes)
+            if body is None:
+                return data
+            self._head_done = True
+            self._bodiless_bytes = 1
+            sink.on_head(self._head)
+        if body and self._sink is sink:
+            sink.on_body(body)
+        if response.is_reading or self._sink is not sink:
+            return b""
+        if response.is_complete:
+            self._complete = self._keep_alive = True
+            self._strange = self._strange or response.has_more
+            return b""
+        self._replays = True  # httptools reads the head, which was delivered, and then what is left
+        self._parser.feed_data(response.head)
+        self._replays = False
+        return response.rest
 
     def _go_on(self) -> None:
         """Delivers more of the last read, unless the answer is over or paused."""
@@ -274,7 +319,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         """Delivers the head, unless it is a mere 100 Continue."""
-        if self._complete:  # of a second answer: nobody's
+        if self._complete or self._replays:  # of a second answer: nobody's; of this one, and delivered
             return
         status = self._parser.get_status_code()
         if status < 200:

@@ -4,6 +4,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from kvparams.jsontext.editing import edit, edit_with_spans, find_removals, remo
 from kvparams.jsontext.incremental_reader import IncrementalReader
 from kvparams.jsontext.receivers import OPEN_OBJECT, AbridgedObjectReceiver, ListReceiver, Receiver, TreeBuilder
 from kvparams.jsontext.scanner import LONGEST_TOKEN, STEP_BYTES, UNLIMITED, MemberSpan
+from kvparams.native import NATIVE
 from tests.support.processor import is_within
 from tests.unit.kvparams.jsontext.test_json_document import ENCODINGS, INDENTS, OBJECTS, plain, text
 
@@ -354,7 +356,20 @@ def test_what_is_read_at_once_takes_no_long(name: str) -> None:
 
 @pytest.mark.parametrize("name", DEAR)
 def test_what_may_take_long_is_not_read_at_once(name: str) -> None:
-    assert load_short_object(DEAR[name]) is None
+    with patch.object(document, "NATIVE", None):
+        assert load_short_object(DEAR[name]) is None
+
+
+@pytest.mark.skipif(NATIVE is None, reason="no native code was built: there is no compiler")
+@pytest.mark.parametrize("name", {**DEAR, **NASTY})
+def test_what_native_code_reads_at_once_takes_no_long(name: str) -> None:
+    raw, costs = DEAR.get(name) or NASTY[name]((64 << 10) - 64), list[float]()
+    for _ in range(3):
+        began = time.thread_time()
+        with suppress(JSONTextError):
+            load_short_object(raw)
+        costs.append(time.thread_time() - began)
+    assert is_within(min(costs), STEP_CPU_S), costs
 
 
 @pytest.mark.parametrize("name", ["1e1", "escaped quotes", "backslashes", "objects", "white space between"])

@@ -1,0 +1,71 @@
+"""The functions of the native code, as their callers see them; the C files in this folder implement them.
+
+Every function handles the ordinary form of its input and returns None for any other.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
+
+__all__ = ["NativeCode"]
+
+S = TypeVar("S", bound=tuple[int, int, int])
+
+
+class NativeCode(Protocol):
+    """The extension module."""
+
+    def member_spans(
+        self, raw: bytes, document: dict[str, object], span_type: type[S], max_depth: int, /
+    ) -> dict[str, S] | None:
+        """Returns where the members of an object stand in its text, by the keys of `document`.
+
+        Args:
+            raw: the text that `document` was parsed from.
+            document: the object.
+            span_type: what each position is made as: the start of the member, the start and the end of its value.
+            max_depth: of objects and lists inside each other.
+
+        Returns:
+            None where a key stands twice or has an escape, a number has an exponent or very many digits, an object
+            has more than 32 members, or there are more than 2,000 objects and lists.
+        """
+        ...
+
+    def edit_members(
+        self, raw: bytes, spans: Mapping[str, tuple[int, int, int]], changes: Mapping[str, bytes | None], /
+    ) -> bytes | None:
+        """Returns what `kvparams.jsontext.editing.edit` does, or None where a member is to be removed."""
+        ...
+
+    def request_head(self, data: bytes, at: int, /) -> tuple[int, bytes, bytes, list[tuple[bytes, bytes]], int] | None:
+        """Reads the head of a request that begins at `at`.
+
+        Returns:
+            The position behind it, the method, the target, the headers with names in lower case, and the
+            Content-Length (0 without one). None where it is not whole, or could be read in two ways, or asks for more
+            than a response: `Expect`, `Upgrade`, `Transfer-Encoding`, `Connection: close`, another version or method.
+        """
+        ...
+
+    def response_head(self, data: bytes, /) -> tuple[int, int, bytes, bytes, int] | None:
+        """Reads the head of a response.
+
+        Returns:
+            The position behind it, the status, Content-Type and Retry-After (empty without one), and the
+            Content-Length, or -1 for chunks. None where it is not whole, or has no body by its status, or no framing,
+            or closes the connection.
+        """
+        ...
+
+    def read_chunks(self, data: bytes, left: int, /) -> tuple[bytes, int, int, int]:
+        """Reads a part of a body that comes in chunks.
+
+        Args:
+            data: the part.
+            left: what the call before has returned, at first 0.
+
+        Returns:
+            The data in it; how far it was read; what is left of the last chunk; and 0 if more has to come, 1 at the
+            end of the body, 2 before a size line that is not ordinary, 3 where a chunk does not end with a line break.
+        """
+        ...
