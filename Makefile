@@ -5,6 +5,8 @@ STORE ?= file
 ENGINE ?= reference
 DEMO := $(if $(filter vllm,$(ENGINE)),.venv-vllm/bin,$(BIN))/python -m demo --engine "$(ENGINE)" --store "$(STORE)"
 READY := .venv/.ready
+# What runs with native code and without.
+PURE := tests/unit/kvparams/jsontext tests/system/adversary tests/system/fuzz tests/system/proxy/server tests/system/proxy/requests tests/system/proxy/upstream tests/system/proxy/execution
 # Two tests at a time; those of a group in one process (tests/conftest.py). Fast ones often wait: three of them.
 TWO := -n 2 --dist loadgroup
 THREE := -n 3 --dist loadgroup
@@ -21,7 +23,7 @@ OR_SAY = || { echo "$(@D) is not complete: what pip said stands above; the same 
 # Tests start processes by the hundred: these read what was compiled before, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs help install install-lmcache install-vllm test-vllm test-vllm-long install-sglang test-sglang servers demo serve check unit fast lint test test-long soak bench-proxy bench-protocol bench-index bench-store clean
+.PHONY: docs help install install-lmcache install-vllm test-vllm test-vllm-long install-sglang test-sglang servers demo serve check unit fast lint native asan test test-long soak bench-proxy bench-protocol bench-index bench-store clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
@@ -44,6 +46,7 @@ help:
 	@echo "make bench-index  speed, memory and pauses of the prefix index, beside Dynamo's"
 	@echo "make bench-store  speed of the stores, against memcpy"
 	@echo "make docs         the pages of docs/ as a site, in .cache/site/index.html"
+	@echo "make native       compiles kvparams/native again; make asan: tests it with the address sanitizer"
 	@echo "make lint         ruff, layers and types alone"
 	@echo "make clean        removes .venv and caches"
 
@@ -139,6 +142,14 @@ demo: $(READY)
 serve: $(READY)
 	@$(DEMO) --serve
 
+# After a change of a C file; `make install` does it the first time.
+native: $(READY)
+	$(BIN)/python hatch_build.py
+
+# The C code with an address sanitizer, and one for undefined behavior.
+asan: $(READY)
+	$(BIN)/python hatch_build.py --sanitize $(BIN)/pytest -p no:cacheprovider tests/unit/kvparams/native tests/unit/kvparams/jsontext
+
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -165,6 +176,8 @@ test-long: $(READY) servers install-lmcache .cache/sources/.ready .cache/oldest/
 	$(BIN)/pytest -m "hypothesis and not slow" --hypothesis-profile=thorough $(TWO)
 	$(BIN)/pytest -m "slow and not alone" --cache-clear $(TWO) || $(BIN)/pytest -m "slow and not alone" $(ALONE)
 	$(BIN)/pytest -m "slow and alone" --cache-clear || $(BIN)/pytest -m "slow and alone" $(ALONE)
+	KVPARAMS_NATIVE=off $(BIN)/pytest $(PURE) -m "not slow" $(TWO)
+	$(MAKE) asan
 
 soak: $(READY) servers install-lmcache .cache/oldest/.ready
 	$(BIN)/pytest -m slow --soak --timeout 3600

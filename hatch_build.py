@@ -1,11 +1,14 @@
 """Compiles the C files of `kvparams/native` into wheels and into editable installations.
 
 Where they cannot be compiled, the build says so, and the wheel is pure Python. `HATCH_BUILD_NO_HOOKS=true` asks for
-that.
+that. As a script it compiles them among the sources again; with `--sanitize COMMAND` it runs a command with a build
+that has sanitizers, and then makes the ordinary one again.
 """
 
 import os
 import shutil
+import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -18,6 +21,9 @@ __all__ = ["NativeHook", "build_extension"]
 _SOURCES: Final = Path("kvparams", "native")
 _MODULE: Final = "kvparams.native._native"
 _ARGUMENTS: Final = ["-O2", "-g0", "-fvisibility=hidden"]
+_SANITIZERS: Final = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
+_SANITIZED: Final = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1", "PYTHONMALLOC": "malloc"}
+"""Python keeps what it has for its whole life, so leaks are not looked for; its own pools would hide an overrun."""
 
 
 class NativeHook(BuildHookInterface[Any]):
@@ -37,10 +43,7 @@ class NativeHook(BuildHookInterface[Any]):
             self.app.display_warning(f"kvparams is built without native code: {type(error).__name__}: {error}")
             return
         if version == "editable":
-            placed = root / _SOURCES / made.name
-            beside = placed.with_suffix(f".{os.getpid()}")
-            shutil.copy(made, beside)
-            beside.replace(placed)  # whoever runs the old one keeps it
+            _place(made, root)
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"cp311-abi3-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
@@ -50,6 +53,14 @@ class NativeHook(BuildHookInterface[Any]):
         """Removes what was built besides the wheel."""
         if self._into is not None:
             shutil.rmtree(self._into)
+
+
+def _place(made: Path, root: Path) -> None:
+    """Puts the extension among the sources. Whoever runs the old one keeps it."""
+    placed = root / _SOURCES / made.name
+    beside = placed.with_suffix(f".{os.getpid()}")
+    shutil.copy(made, beside)
+    beside.replace(placed)
 
 
 def build_extension(root: Path, into: Path, arguments: list[str] | None = None) -> Path:
@@ -81,3 +92,25 @@ def build_extension(root: Path, into: Path, arguments: list[str] | None = None) 
     command.run()
     (made,) = into.rglob("_native*.so")
     return made
+
+
+def main() -> int:
+    """Compiles among the sources; see the module."""
+    root = Path(__file__).parent
+    command = sys.argv[2:] if sys.argv[1:2] == ["--sanitize"] else []
+    status = 0
+    with tempfile.TemporaryDirectory(prefix="kvparams-native-") as work:
+        if command:
+            _place(build_extension(root, Path(work, "sanitized"), _SANITIZERS), root)
+            library = subprocess.run(
+                ["cc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+            ).stdout.strip()
+            status = subprocess.run(
+                command, env=os.environ | {"LD_PRELOAD": library} | _SANITIZED, check=False
+            ).returncode
+        _place(build_extension(root, Path(work, "ordinary")), root)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,12 +1,8 @@
 """Tests a proxy among hostile engines and clients: every case ends as expected and leaves nothing behind."""
 
 import asyncio
-import os
 import random
-import subprocess
-import sys
 import time
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,19 +39,7 @@ def test_every_case_has_a_name_of_its_own_and_an_outcome() -> None:
         assert case.expect.statuses or case.expect.answers in (0, None), case.name
 
 
-ROOT = Path(__file__).parents[3]
 Record = Callable[[dict[str, object]], None]
-
-
-@pytest.fixture
-def installed(tmp_path: Path) -> Path:
-    """A wheel with compiled modules, unpacked."""
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=ROOT, env=os.environ | {"HATCH_BUILD_HOOK_ENABLE_CUSTOM": "true"}, check=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as file:
-        file.extractall(tmp_path / "installed")
-    return tmp_path / "installed"
 
 
 async def run(arena: Arena, cases: Sequence[Case], *, disturbed: bool = False) -> int:
@@ -116,12 +100,12 @@ async def test_a_sidecar_stands_it_as_well(tmp_path: Path) -> None:
         await run(arena, STRANGERS)
 
 
-@pytest.mark.soak
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
-async def test_the_compiled_build_stands_it_as_well(tmp_path: Path, installed: Path) -> None:
-    command = ("env", f"PYTHONPATH={installed}:{ROOT}", *SERVED)
-    async with Arena.running(tmp_path, command) as arena:
+@pytest.mark.alone
+@pytest.mark.timeout(600)
+async def test_without_native_code_it_stands_it_as_well(tmp_path: Path) -> None:
+    """The other tests here have native code, where it was built."""
+    async with Arena.running(tmp_path, ("env", "KVPARAMS_NATIVE=off", *SERVED)) as arena:
         await run(arena, CASES)
 
 

@@ -360,7 +360,7 @@ def test_what_may_take_long_is_not_read_at_once(name: str) -> None:
         assert load_short_object(DEAR[name]) is None
 
 
-@pytest.mark.skipif(NATIVE is None, reason="no native code was built: there is no compiler")
+@pytest.mark.skipif(NATIVE is None, reason="asked to do without native code, or there is no compiler")
 @pytest.mark.parametrize("name", {**DEAR, **NASTY})
 def test_what_native_code_reads_at_once_takes_no_long(name: str) -> None:
     raw, costs = DEAR.get(name) or NASTY[name]((64 << 10) - 64), list[float]()

@@ -16,7 +16,7 @@ from kvparams.native import NATIVE
 from tests.unit.kvparams.jsontext.test_json_document import INDENTS, OBJECTS, text
 
 if NATIVE is None:
-    pytest.skip("no native code was built: there is no compiler", allow_module_level=True)
+    pytest.skip("asked to do without native code, or there is no compiler", allow_module_level=True)
 
 PIECES = st.lists(
     st.sampled_from(

@@ -1,0 +1,58 @@
+"""Tests the wheel: with native code for every version of Python where there is a compiler, and pure Python without."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kvparams.native import NATIVE
+
+ROOT = Path(__file__).parents[2]
+SAYS = "from kvparams.native import NATIVE; import kvparams; print(NATIVE is not None, kvparams.__file__)"
+
+
+def wheel(into: Path, **environment: str) -> Path:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(into)]
+    subprocess.run(build, cwd=ROOT, env=os.environ | environment, check=True, capture_output=True)
+    (found,) = into.glob("*.whl")
+    return found
+
+
+def installed(found: Path, into: Path, **environment: str) -> str:
+    """Whether what is in the wheel has native code, as a process of its own finds it."""
+    with zipfile.ZipFile(found) as file:
+        file.extractall(into)
+    run = subprocess.run(
+        [sys.executable, "-c", SAYS],
+        env=os.environ | {"PYTHONPATH": str(into)} | environment,
+        cwd=into,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    said, where = run.stdout.split()
+    assert Path(where).is_relative_to(into)
+    return said
+
+
+def test_a_wheel_has_native_code_for_all_versions(tmp_path: Path) -> None:
+    found = wheel(tmp_path / "dist")
+    assert "-cp311-abi3-" in found.name
+    assert installed(found, tmp_path / "installed") == "True"
+    assert installed(found, tmp_path / "installed", KVPARAMS_NATIVE="off") == "False"
+
+
+@pytest.mark.parametrize("environment", [{"HATCH_BUILD_NO_HOOKS": "true"}, {"CC": "/nowhere/cc"}])
+def test_without_a_compiler_a_wheel_is_pure(tmp_path: Path, environment: dict[str, str]) -> None:
+    found = wheel(tmp_path / "dist", **environment)
+    assert found.name.endswith("-py3-none-any.whl")
+    assert installed(found, tmp_path / "installed") == "False"
+
+
+@pytest.mark.skipif(os.environ.get("KVPARAMS_NATIVE") == "off", reason="asked to do without")
+def test_what_is_tested_has_native_code() -> None:
+    """Otherwise the other tests here say nothing of it. `tests/install_servers.sh` installs a compiler."""
+    assert NATIVE is not None
