@@ -133,8 +133,8 @@ class _InstanceAddresses:
 
 
 class _AnswerShape(NamedTuple):
-    """What an instance's answers have in common: compared at once, in the speed of C, where each member takes its turn
-    otherwise."""
+    """An `_AnswerShape` is what an instance's answers have in common. They are compared with it at once, at the speed
+    of C; otherwise each member takes its turn."""
 
     names: list[str]
     types: list[type]
