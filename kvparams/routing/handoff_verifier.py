@@ -133,8 +133,10 @@ class _InstanceAddresses:
 
 
 class _AnswerShape(NamedTuple):
-    """An `_AnswerShape` is what an instance's answers have in common. They are compared with it at once, at the speed
-    of C; otherwise each member takes its turn."""
+    """An `_AnswerShape` is what the answers of one instance have in common.
+
+    An answer is compared with it at once, at the speed of C; otherwise each member takes its turn.
+    """
 
     names: list[str]
     types: list[type]
