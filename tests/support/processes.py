@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,11 +18,11 @@ from types import FrameType
 from typing import Self
 
 from demo.processes import free_port
+from tests.support.waiting import wait_until
 
 __all__ = ["Processes", "StartError", "Usage", "free_ports", "http_get", "require_free", "tree_usage"]
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_POLL_S = 0.05
 _TERM_S = 5.0
 
 
@@ -129,14 +128,23 @@ class Processes:
                 cwd=directory,
             )
         self._stack.callback(_end, process)
-        deadline_s = time.monotonic() + ready_s
-        while ready and not any(http_get(url, 1.0)[0] == 200 for url in ready):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                tail = log.read_text(errors="replace")[-2000:]
-                state = "still running" if process.poll() is None else f"ended with status {process.returncode}"
-                raise StartError(f"{name} is not ready ({state}, no 200 from {' or '.join(ready)}). Its log:\n{tail}")
-            time.sleep(_POLL_S)
+
+        def is_ready() -> bool:
+            return any(http_get(url, 1.0)[0] == 200 for url in ready)
+
+        try:
+            wait_until(lambda: not ready or is_ready() or process.poll() is not None, ready_s, pause_s=0.05)
+        except TimeoutError:
+            raise StartError(_not_ready(name, process, ready, log)) from None
+        if ready and process.poll() is not None:
+            raise StartError(_not_ready(name, process, ready, log))
         return process.pid
+
+
+def _not_ready(name: str, process: "subprocess.Popen[bytes]", ready: Sequence[str], log: Path) -> str:
+    tail = log.read_text(errors="replace")[-2000:]
+    state = "still running" if process.poll() is None else f"ended with status {process.returncode}"
+    return f"{name} is not ready ({state}, no 200 from {' or '.join(ready)}). Its log:\n{tail}"
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:

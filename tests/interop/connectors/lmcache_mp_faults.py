@@ -23,6 +23,7 @@ from kvparams_connectors.stores.lmcache.mp_client import (
 from kvparams_connectors.stores.lmcache.mp_shared_memory import HEAD_BYTES
 from kvparams_connectors.stores.lmcache.mp_store import LMCacheMPStore
 from tests.support.connectors.lmcache_mp_server import MPServer
+from tests.support.waiting import wait_until
 
 DEADLINE_S: Final = 20.0
 SIZE: Final = 300_000
@@ -198,7 +199,7 @@ def test_a_server_that_stops_costs_the_deadline_and_everything_is_given_back_lat
             assert time.monotonic() - began < 4
     finally:
         server.go_on()
-    wait_for(lambda: case.get(*keys[:3]) == [ResultCode.OK] * 3)
+    wait_until(lambda: case.get(*keys[:3]) == [ResultCode.OK] * 3)
     assert case.put(keys[3]) in ([ResultCode.OK], [ResultCode.EXISTS])
     assert case.get(*keys) == [ResultCode.OK] * 4
     assert case.store.session.unreleased == 0
@@ -228,7 +229,7 @@ def test_a_server_that_stops_in_the_middle_of_batches_leaves_nothing_wrong(case:
             ResultCode.FULL,
         }
         assert {result.code for some in results for result in some} <= allowed
-    wait_for(lambda: set(case.put(*keys)) <= {ResultCode.OK, ResultCode.EXISTS})
+    wait_until(lambda: set(case.put(*keys)) <= {ResultCode.OK, ResultCode.EXISTS})
     assert case.get(*keys) == [ResultCode.OK] * 8
     assert case.delete(*keys) == [ResultCode.OK] * 8
 
@@ -301,10 +302,3 @@ def test_a_process_ends_although_its_server_has_gone(server: MPServer) -> None:
         out, _ = child.communicate(b"\n", timeout=30)
     assert out.split() == [b"ResultCode.TIMEOUT"] * 3
     assert child.returncode == 0
-
-
-def wait_for(condition: Any, timeout_s: float = 20.0) -> None:
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up
-        time.sleep(0.05)

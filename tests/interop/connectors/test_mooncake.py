@@ -36,8 +36,9 @@ from kvparams_connectors.stores.mooncake.stall_breaker import StallBreaker
 from kvparams_connectors.stores.mooncake.status_codes import MooncakeStatus, result_code
 from kvparams_connectors.stores.mooncake.store import MooncakeSettings, MooncakeStore
 from kvparams_connectors.stores.mooncake.writer import EMPTY
-from tests.support.connectors.mooncake_cluster import Cluster, until
+from tests.support.connectors.mooncake_cluster import Cluster
 from tests.support.connectors.steps import codes
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 20.0
 NAMES = count()
@@ -723,5 +724,5 @@ def test_full_is_said_soon_and_is_over_when_there_is_room(tmp_path: Path) -> Non
         assert set(codes(store.exists(leased, DEADLINE_S).result())) == {ResultCode.OK}
         assert codes(store.delete([keys[0]], DEADLINE_S).result()) == [ResultCode.OK]  # although it is leased
         assert codes(store.put([PutOp("new", (content(1, 1 << 20),))], DEADLINE_S).result()) == [ResultCode.OK]
-        until(lambda: codes(store.put([PutOp("more", (content(1, 3 << 20),))]).result()) == [ResultCode.FULL], 1.0)
+        wait_until(lambda: codes(store.put([PutOp("more", (content(1, 3 << 20),))]).result()) == [ResultCode.FULL], 1.0)
         store.close()

@@ -15,8 +15,9 @@ import pytest
 from kvparams_connectors.arena import Arena
 from kvparams_connectors.store import GetOp, PutOp, ResultCode
 from kvparams_connectors.stores.mooncake.store import MooncakeStore
-from tests.support.connectors.mooncake_cluster import Cluster, until
+from tests.support.connectors.mooncake_cluster import Cluster
 from tests.support.connectors.steps import codes
+from tests.support.waiting import wait_stays_true_for, wait_until
 
 SIZE = 300_000
 AT_ONCE_S = 0.3
@@ -51,11 +52,11 @@ def test_a_master_that_is_killed_costs_one_deadline_and_is_back_by_itself(tmp_pa
         store = cluster.open()
         assert put(store, "key") == [ResultCode.OK]
         cluster.master.end()
-        assert until(lambda: put(store, "key-2", deadline_s=0.5) == [ResultCode.UNAVAILABLE], 5.0) < 2.5
+        assert wait_until(lambda: put(store, "key-2", deadline_s=0.5) == [ResultCode.UNAVAILABLE], 5.0) < 2.5
         assert refused_at_once(store)
         assert store.stalls >= 1
         cluster.restart_master()
-        until(lambda: put(store, "key-2") == [ResultCode.OK], 20.0)
+        wait_until(lambda: put(store, "key-2") == [ResultCode.OK], 20.0)
         assert get(store, "key-2") is ResultCode.OK
         assert get(store, "key") is ResultCode.MISS  # what was stored is forgotten
         store.close()
@@ -74,7 +75,7 @@ def test_a_master_that_is_stopped_delays_nobody_beyond_a_deadline(tmp_path: Path
         assert not job.settled()
         assert refused_at_once(store)
         cluster.master.send(signal.SIGCONT)
-        until(lambda: get(store, "key") is ResultCode.OK, 20.0)
+        wait_until(lambda: get(store, "key") is ResultCode.OK, 20.0)
         assert job.settled()
         store.close()
 
@@ -103,7 +104,7 @@ def test_with_two_copies_an_owner_may_be_killed(tmp_path: Path) -> None:
         assert set(put(store, *keys) + put(control, *keys)) == {ResultCode.OK}
         cluster.owners[0].end()
         assert get(store, keys[0]) in (ResultCode.OK, ResultCode.UNAVAILABLE)
-        until(lambda: {get(store, key) for key in keys} == {ResultCode.OK}, 30.0)
+        wait_until(lambda: {get(store, key) for key in keys} == {ResultCode.OK}, 30.0)
         assert {get(control, key) for key in keys} == {ResultCode.OK, ResultCode.MISS}
         control.close()
         store.close()
@@ -126,15 +127,13 @@ def test_an_owner_that_is_stopped_costs_one_deadline_and_no_buffer(tmp_path: Pat
         job.add_settled_callback(slot.release)
         assert codes(job.result()) == [ResultCode.TIMEOUT]
         assert time.monotonic() - start < 2.0
-        while time.monotonic() - start < 8.0:
-            assert refused_at_once(store)
-            time.sleep(0.5)
+        wait_stays_true_for(8.0 - (time.monotonic() - start), lambda: refused_at_once(store), pause_s=0.5)
         assert not job.settled()
         assert arena.free_slots == arena.slots - 1
         cluster.owners[0].send(signal.SIGCONT)
-        until(job.settled, 40.0)
+        wait_until(job.settled, 40.0)
         assert arena.free_slots == arena.slots
-        until(lambda: put(store, "other") == [ResultCode.OK], 40.0)
+        wait_until(lambda: put(store, "other") == [ResultCode.OK], 40.0)
         assert get(store, "key") in (ResultCode.OK, ResultCode.MISS)
         store.close()
 
@@ -182,11 +181,11 @@ def test_a_cluster_that_is_killed_in_the_middle_of_batches_leaves_no_wrong_byte(
             cluster.add_owner("64MiB")
             ended.wait(1.0)
             cluster.restart_master()
-            until(lambda number=number: ResultCode.OK in put(stores[0], f"back-{number}"), 40.0)
+            wait_until(lambda number=number: ResultCode.OK in put(stores[0], f"back-{number}"), 40.0)
             cluster.owners[-1].stop()
             ended.wait(4.0)
             cluster.owners[-1].send(signal.SIGCONT)
-            until(lambda number=number: ResultCode.OK in put(stores[1], f"again-{number}"), 60.0)
+            wait_until(lambda number=number: ResultCode.OK in put(stores[1], f"again-{number}"), 60.0)
         ended.set()
         for thread in threads:
             thread.join()

@@ -10,7 +10,8 @@ import pytest
 from kvparams_connectors.store import PutOp, ResultCode
 from kvparams_connectors.store_url import StoreUnreachable
 from kvparams_connectors.stores.guard.store import open_guarded
-from tests.support.connectors.mooncake_cluster import Cluster, until
+from tests.support.connectors.mooncake_cluster import Cluster
+from tests.support.waiting import wait_until
 
 
 class Ticking:
@@ -48,11 +49,11 @@ def test_a_master_that_is_stopped_holds_up_no_thread_and_is_used_when_it_goes_on
                     cluster.open(connect_ms=500)
                 store = open_guarded(url)
                 ops = [PutOp("key", (memoryview(b"content"),))]
-                until(lambda: store.put(ops).result()[0].code is ResultCode.UNAVAILABLE, 5.0)
+                wait_until(lambda: store.put(ops).result()[0].code is ResultCode.UNAVAILABLE, 5.0)
             assert ticking.longest_s < 1.5
         finally:
             cluster.master.send(signal.SIGCONT)
         try:
-            until(lambda: store.put(ops).result()[0].code in (ResultCode.OK, ResultCode.EXISTS), 30.0)
+            wait_until(lambda: store.put(ops).result()[0].code in (ResultCode.OK, ResultCode.EXISTS), 30.0)
         finally:
             store.close()

@@ -30,7 +30,6 @@ from kvparams_connectors.stores.peer.wire import (
     parse_placement,
     parse_reply,
 )
-from tests.support.connectors.mooncake_cluster import until
 from tests.support.connectors.peer_across import Across
 from tests.support.connectors.peer_process import PeerProcess, a_peer, page
 from tests.support.connectors.peer_steps import (
@@ -47,6 +46,7 @@ from tests.support.connectors.peer_steps import (
     request,
 )
 from tests.support.connectors.steps import codes
+from tests.support.waiting import wait_until
 
 URL = "peer://127.0.0.1?size=32MiB&unit=4KiB&transport=mooncake"
 ROOM = [1 << 30]
@@ -114,7 +114,7 @@ def test_pages_are_read_from_the_memory_of_the_process_that_made_them(
     store = told(opened, owner.address)
     assert get(store, range(12)) == [ResultCode.OK] * 8 + [ResultCode.MISS] * 4
     assert store.statistics.bytes_transferred == store.statistics.bytes_read == 8 * SIZE
-    until(lambda: owner.pins() == 0)
+    wait_until(lambda: owner.pins() == 0)
 
 
 def test_values_of_any_size_and_place(opened: list[KVStore]) -> None:
@@ -168,14 +168,14 @@ def test_what_is_held_stays_until_it_is_returned_or_its_time_is_over(opened: lis
     assert owner.pins() == 0
     assert give_back() is PeerStatus.OVER  # once
     hold(100)
-    until(lambda: owner.pins() == 0)
+    wait_until(lambda: owner.pins() == 0)
     assert give_back() is PeerStatus.OVER
     owner.delete(range(4))
     owner.put(range(4), SIZE)
     again = hold(5000)
     assert min(placed.generation for placed in again) > max(placed.generation for placed in first)
     reader.close()
-    until(lambda: owner.pins() == 0)
+    wait_until(lambda: owner.pins() == 0)
 
 
 def test_a_reader_that_goes_on_asking_holds_nothing_beyond_its_time(opened: list[KVStore], owner: PeerProcess) -> None:
@@ -198,7 +198,7 @@ def test_a_reader_that_goes_on_asking_holds_nothing_beyond_its_time(opened: list
 
         thread = threading.Thread(target=ask)
         thread.start()
-        until(lambda: owner.pins() == 0, 3.0)
+        wait_until(lambda: owner.pins() == 0, 3.0)
         assert time.monotonic() - start > 0.2
         over.set()
         thread.join(WAIT_S)
@@ -219,7 +219,7 @@ def test_a_stopped_peer_costs_its_deadline_and_nothing_lands_later(opened: list[
     assert time.monotonic() - start < 1.5
     memory[:] = b"\xa5" * (8 << 20)
     owner.go_on()
-    until(lambda: set(get(store, range(8), 1 << 20)) == {ResultCode.OK}, WAIT_S)
+    wait_until(lambda: set(get(store, range(8), 1 << 20)) == {ResultCode.OK}, WAIT_S)
     assert memory == b"\xa5" * (8 << 20)
 
 
@@ -239,7 +239,7 @@ def test_a_peer_that_is_stopped_during_a_transfer(opened: list[KVStore], owner: 
         for at, (target, result) in enumerate(zip(targets, results, strict=True)):
             assert result.code is not ResultCode.OK or target == page(at, 1 << 20)
         owner.go_on()
-        until(lambda: set(get(store, range(24), 1 << 20)) == {ResultCode.OK}, WAIT_S)
+        wait_until(lambda: set(get(store, range(24), 1 << 20)) == {ResultCode.OK}, WAIT_S)
 
 
 def test_a_peer_that_is_killed(opened: list[KVStore], owner: PeerProcess) -> None:
@@ -260,7 +260,7 @@ def test_a_peer_that_was_restarted_is_read_again(opened: list[KVStore]) -> None:
         assert get(store, range(4)) == [ResultCode.MISS] * 4
         owner.put(range(2, 6), SIZE)
         store.hint_location(names(range(64)), owner.address)
-        until(lambda: get(store, range(6)) == [ResultCode.MISS] * 2 + [ResultCode.OK] * 4, WAIT_S)
+        wait_until(lambda: get(store, range(6)) == [ResultCode.MISS] * 2 + [ResultCode.OK] * 4, WAIT_S)
 
 
 @pytest.mark.parametrize(("said", "code"), [(PeerStatus.FINE, ResultCode.OK), (PeerStatus.OVER, ResultCode.MISS)])
@@ -326,17 +326,17 @@ def test_landing_slots_that_are_lost_are_replaced_a_few_times_and_said(
         slot = transfer.landing_area.lease(WAIT_S)
         assert slot is not None
         assert not transfer.read(session, slot, [(1 << 40, SIZE)], time.monotonic() + WAIT_S)
-        until(lambda: transfer.lost_slots == lost + 1)
+        wait_until(lambda: transfer.lost_slots == lost + 1)
 
     for _ in range(slots):
         fail()
-    until(lambda: transfer.landing_area is not first)
+    wait_until(lambda: transfer.landing_area is not first)
     assert get(reader, [0]) == [ResultCode.OK]
     assert reader.statistics.bytes_transferred == SIZE
     assert reader.statistics.slots_lost == slots
     while not transfer.is_exhausted:
         fail()
-    until(lambda: "no landing slot is left" in caplog.text)
+    wait_until(lambda: "no landing slot is left" in caplog.text)
     assert transfer.lost_slots == 4 * slots
     assert get(reader, [1]) == [ResultCode.OK]  # over the connection
     assert reader.statistics.bytes_transferred == SIZE
@@ -360,7 +360,7 @@ def test_an_engine_that_takes_no_memory_leaves_no_threads(monkeypatch: pytest.Mo
     before = threading.enumerate()
     with pytest.raises(StoreError, match="not taken"):
         open_store("peer://127.0.0.1?size=8MiB&buffer=1MiB&transport=mooncake")
-    until(lambda: [one.name for one in threading.enumerate() if one not in before and "peer" in one.name] == [])
+    wait_until(lambda: [one.name for one in threading.enumerate() if one not in before and "peer" in one.name] == [])
 
 
 def test_an_address_that_is_not_there_is_a_failure_and_the_socket_is_used(opened: list[KVStore]) -> None:
@@ -382,7 +382,7 @@ def test_an_address_that_is_not_there_is_a_failure_and_the_socket_is_used(opened
     slot = transfer.landing_area.lease()
     assert slot is not None
     assert not transfer.read(session, slot, [(1 << 40, SIZE)], time.monotonic() + WAIT_S)
-    until(lambda: transfer.lost_slots == 1)
+    wait_until(lambda: transfer.lost_slots == 1)
     assert transfer.landing_area.free_slots == free - 1
     owner._own.unpin_values([held])  # pyright: ignore[reportPrivateUsage]
 

@@ -24,7 +24,7 @@ STARTS: list[tuple[ModuleType, object, str, Callable[[Path], object]]] = [
     (lmcache_server, lmcache_server.LMCacheServer, "_answers", lambda to: lmcache_server.LMCacheServer(to).__enter__()),
     (lmcache_mp_server, lmcache_mp_server, "http_get", lambda folder: lmcache_mp_server.MPServer(folder).__enter__()),
     (peer_process, peer_process.PeerProcess, "_answer", lambda _: peer_process.PeerProcess("peer://127.0.0.1")),
-    (mooncake_cluster, mooncake_cluster, "until", mooncake_cluster.Cluster),
+    (mooncake_cluster, mooncake_cluster, "wait_until", mooncake_cluster.Cluster),
 ]
 
 

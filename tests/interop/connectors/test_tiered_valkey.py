@@ -13,7 +13,8 @@ from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, open_st
 from kvparams_connectors.stores.guard.store import GuardedStore, GuardLimits
 from kvparams_connectors.stores.memory.store import MemoryStore
 from kvparams_connectors.stores.tiered.store import TieredStore
-from tests.support.connectors.valkey_server import ValkeyServer, wait_until
+from tests.support.connectors.valkey_server import ValkeyServer
+from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
 VALUE = 300_000

@@ -10,7 +10,8 @@ from kvparams_connectors.conformance.levels import BytesLevel
 from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, open_store
 from kvparams_connectors.stores.valkey.store import ValkeyStore
 from kvparams_connectors.stores.valkey.topology import hash_slot
-from tests.support.connectors.valkey_server import Cluster, ValkeyServer, wait_until
+from tests.support.connectors.valkey_server import Cluster, ValkeyServer
+from tests.support.waiting import wait_until
 
 DEADLINE_S = 20.0
 KEYS = [f"key-{number}" for number in range(60)]

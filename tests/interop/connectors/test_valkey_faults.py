@@ -14,7 +14,8 @@ from kvparams_connectors.stores.valkey.requests import PutRequest
 from kvparams_connectors.stores.valkey.store import ValkeyStore
 from tests.support.connectors.steps import DEADLINE_S, SIZE, get, in_thread, page, put
 from tests.support.connectors.valkey_relay import Relay
-from tests.support.connectors.valkey_server import ValkeyServer, wait_until
+from tests.support.connectors.valkey_server import ValkeyServer
+from tests.support.waiting import wait_until
 
 LOST = {ResultCode.UNAVAILABLE, ResultCode.TIMEOUT}
 

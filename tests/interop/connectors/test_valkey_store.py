@@ -26,8 +26,9 @@ from kvparams_connectors.stores.valkey.store import ValkeyStore
 from kvparams_connectors.stores.valkey.topology import ValkeyNode
 from tests.support.connectors.steps import DEADLINE_S, found, value
 from tests.support.connectors.valkey_relay import Relay
-from tests.support.connectors.valkey_server import ValkeyServer, wait_until
+from tests.support.connectors.valkey_server import ValkeyServer
 from tests.support.processes import free_ports
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from kvparams_connectors.engines.sglang.transfer_stats import HiCacheStats
 from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, is_valid_key
 from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.memory.store import MemoryStore
-from tests.support.connectors.valkey_server import wait_until
+from tests.support.waiting import wait_until
 
 _PAGE: Final = 12 * 1024
 FORM: Final = HiCachePageLayout(

@@ -4,7 +4,6 @@ Engines themselves do not run in this mode without a GPU, so these tests do not 
 """
 
 import json
-import time
 import urllib.error
 import urllib.request
 from importlib import import_module
@@ -19,6 +18,7 @@ from kvparams.routing.managers.concurrent_legs import ConcurrentLegs
 from kvparams.routing.plan import Leg, LegResult
 from tests.support.kvparams.planning import Table
 from tests.support.processes import free_ports
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RANK: dict[str, object] = {
@@ -40,17 +40,20 @@ def ask(url: str, document: object = None) -> bytes:
     """GET, or PUT of a document, as soon as it listens."""
     body = None if document is None else json.dumps(document).encode()
     request = urllib.request.Request(url, body, method="GET" if body is None else "PUT")
-    give_up = time.monotonic() + 20
-    while True:
+    said: list[bytes] = []
+
+    def is_answered() -> bool:
         try:
             with urllib.request.urlopen(request, timeout=5) as answer:
-                return answer.read()
+                said.append(answer.read())
         except urllib.error.HTTPError as error:
-            return b"%d" % error.code
+            said.append(b"%d" % error.code)
         except OSError:
-            if time.monotonic() > give_up:
-                raise
-            time.sleep(0.05)
+            return False
+        return True
+
+    wait_until(is_answered, 20.0)
+    return said[0]
 
 
 def test_its_bootstrap_server_is_understood() -> None:

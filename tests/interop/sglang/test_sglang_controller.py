@@ -30,8 +30,9 @@ from tests.interop.sglang.pools import (
     put_value,
     value_of,
 )
-from tests.support.connectors.valkey_server import ValkeyServer, wait_until
+from tests.support.connectors.valkey_server import ValkeyServer
 from tests.support.processes import free_ports
+from tests.support.waiting import wait_until
 
 # The first one compiles SGLang's hash, a minute on a slow machine.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +13,7 @@ import httpx
 from demo.client import NO_CERTIFICATES
 from demo.processes import Processes, Server, free_port
 from tests.interop.vllm.fork_server import API_SERVER, SOCKET, ForkRequest, fork_engine
+from tests.support.waiting import wait_until
 
 __all__ = [
     "ANSWER_S",
@@ -202,11 +202,11 @@ def wait_saved(server: Server, pages: int, before: float = 0.0) -> None:
 
 
 def until(
-    true: Callable[[], bool], within_s: float = PATIENCE_S, *, pause_s: float = 0.05, seen: Callable[[], object] = str
+    condition: Callable[[], object],
+    within_s: float = PATIENCE_S,
+    *,
+    pause_s: float = 0.05,
+    seen: Callable[[], object] | None = None,
 ) -> float:
-    """Wait until something is so; how long that took, in seconds. `seen` is what to show where it never is."""
-    began = time.monotonic()
-    while not true():
-        assert time.monotonic() - began < within_s, f"not within {within_s} s: {seen()}"
-        time.sleep(pause_s)
-    return time.monotonic() - began
+    """Calls `wait_until` with the bounds of a real engine."""
+    return wait_until(condition, within_s, pause_s=pause_s, seen=seen)

@@ -4,7 +4,6 @@
 """
 
 import random
-import time
 import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 
 import numpy as np
+
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:  # vLLM is not installed where types are checked
     KVParamsTier: Any = None
@@ -100,17 +101,22 @@ class Engine:
 
     def settle(self) -> None:
         """Until nothing is on its way."""
-        give_up = time.monotonic() + _WAIT_S
-        while self.manager.has_pending_work():
-            assert time.monotonic() < give_up, "a job does not end"
+
+        def is_settled() -> bool:
+            if not self.manager.has_pending_work():
+                return True
             self.step()
-            time.sleep(0.0005)
+            return False
+
+        wait_until(is_settled, _WAIT_S, pause_s=0.0005)
         self.step()
 
     def found(self, context: Any, keys: list[bytes]) -> int:
         """How many chunks from the first on are in host memory by now; as vLLM's scheduler asks."""
-        give_up = time.monotonic() + _WAIT_S
-        while True:
+        hits = 0
+
+        def is_known() -> bool:
+            nonlocal hits
             hits, later = 0, False
             for key in keys:
                 result = self.manager.lookup(key, context)
@@ -119,10 +125,10 @@ class Engine:
                 hits += result in (base.LookupResult.HIT, base.LookupResult.HIT_PENDING)
                 later |= result in (base.LookupResult.HIT_PENDING, base.LookupResult.RETRY)
             self.step()
-            if not later:
-                return hits
-            assert time.monotonic() < give_up, "a lookup does not end"
-            time.sleep(0.0005)
+            return not later
+
+        wait_until(is_known, _WAIT_S, pause_s=0.0005)
+        return hits
 
     def serve(self, keys: list[bytes]) -> list[bytes]:
         """One request: load what is stored, compute the rest, offload it. What the chunks of the request then hold."""

@@ -23,7 +23,7 @@ from kvparams_connectors.stores.guard.store import open_guarded
 from kvparams_connectors.transfer.reports import LoadReport, PrefixHit, SaveReport
 from kvparams_connectors.transfer.sequence_plan import SequencePlan
 from tests.interop.vllm.engine_model import SHARE, EngineModel
-from tests.support.connectors.valkey_server import wait_until
+from tests.support.waiting import wait_until
 
 _SOON_S = 0.02
 _WAIT_S = 0.5

@@ -52,6 +52,7 @@ from kvparams_connectors.store import (
 from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.guard.store import GuardedStore
 from kvparams_connectors.stores.memory.store import MemoryStore
+from tests.support.waiting import wait_until
 
 FORM: Final = OffloadChunkLayout(
     vllm="0.32.0",
@@ -410,12 +411,14 @@ test_questions: Final = AskingMachine.TestCase
 def _asked(asking: ChunkLookup, chunks: list[bytes], request: str = "a") -> list[bool | None]:
     for chunk in chunks:
         asking.is_stored(chunk, request)
-    asking.flush()
-    give_up = time.monotonic() + 20
-    while None in (found := [asking.is_stored(chunk, request) for chunk in chunks]):
-        assert time.monotonic() < give_up
+    found: list[bool | None] = []
+
+    def is_known() -> bool:
         asking.flush()
-        time.sleep(0.001)
+        found[:] = [asking.is_stored(chunk, request) for chunk in chunks]
+        return None not in found
+
+    wait_until(is_known, 20.0, pause_s=0.001)
     return found
 
 
@@ -594,10 +597,7 @@ def test_a_store_that_is_stuck_keeps_our_memory_and_not_vllms(store: KVStore, op
     faulty.gate.set()
     assert job.wait_settled(20)
     assert (other == 7).all()
-    give_up = time.monotonic() + 20
-    while moving.free_slots < 2:
-        assert time.monotonic() < give_up, "a slot is lost"
-        time.sleep(0.001)
+    wait_until(lambda: moving.free_slots == 2)  # no slot is lost
     if operation == "put":  # what was stored late is what was there in time
         again = _rows(2)
         assert moving.load(again, [(key(1), 1)]).result().done == (key(1),)

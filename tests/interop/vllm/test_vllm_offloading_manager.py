@@ -29,7 +29,8 @@ from tests.interop.vllm.offloading_engine import (
     wanted,
 )
 from tests.interop.vllm.real_stores import KINDS, running_store
-from tests.support.connectors.valkey_server import ValkeyServer, wait_until
+from tests.support.connectors.valkey_server import ValkeyServer
+from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 

@@ -25,6 +25,7 @@ from tests.interop.vllm.own_connectors import (
     usage,
 )
 from tests.interop.vllm.traffic import Ask, answers
+from tests.support.waiting import wait_stays_true_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -101,10 +102,7 @@ def test_blocks_stay_until_somebody_comes(pair: Pair) -> None:
         f"{pair.prefill.url}/v1/completions", json={**body, "kv_transfer_params": asked}, timeout=ANSWER_S
     )
     held = prefilled.json()["kv_transfer_params"]
-    over = time.monotonic() + 3.0
-    while time.monotonic() < over:  # all the while, not at its end alone
-        assert _in_use(pair.prefill) > 0
-        time.sleep(0.1)
+    wait_stays_true_for(3.0, lambda: _in_use(pair.prefill) > 0, pause_s=0.1)
     fetched = httpx.post(
         f"{pair.decode.url}/v1/completions", json={**body, "kv_transfer_params": held}, timeout=ANSWER_S
     )
@@ -143,8 +141,7 @@ async def _leave_between_legs(pair: Pair, url: str, scene: int) -> float | None:
         await anext(lines)
         await asyncio.to_thread(until, lambda: not _in_use(pair.prefill))
         waiting = asyncio.create_task(client.post(path, json=short))
-        while not waiting.done() and not await asyncio.to_thread(_in_use, pair.prefill):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(until, lambda: waiting.done() or _in_use(pair.prefill), pause_s=0.02)
         waiting.cancel()
         with suppress(asyncio.CancelledError):
             await waiting

@@ -6,7 +6,6 @@ Saves are copied 20 ms late, so that other requests want their blocks meanwhile.
 import asyncio
 import json
 import random
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ import httpx
 import pytest
 
 from demo.processes import Processes, Server
-from tests.interop.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, counters, start_engine, transfer_config
+from tests.interop.vllm.engines import ANSWER_S, READY_S, counters, start_engine, transfer_config, until
 from tests.interop.vllm.traffic import Ask, answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)]
@@ -65,16 +64,16 @@ async def _storm(
 
 def _idle(server: Server) -> dict[str, float]:
     """What is counted once nothing runs any more."""
-    give_up = time.monotonic() + PATIENCE_S
-    while True:
-        seen = counters(server)
-        busy = [
-            seen[f"vllm:{name}"] for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        ]
-        if not any(busy):
-            return seen
-        assert time.monotonic() < give_up, f"running, waiting and the share of blocks in use stay at {busy}"
-        time.sleep(0.05)
+    names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    seen: dict[str, float] = {}
+
+    def busy() -> list[float]:
+        """How many run, how many wait, and the share of blocks in use."""
+        seen.update(counters(server))
+        return [seen[f"vllm:{name}"] for name in names]
+
+    until(lambda: not any(busy()), seen=busy)
+    return seen
 
 
 def test_aborts_and_preemptions_leak_nothing(

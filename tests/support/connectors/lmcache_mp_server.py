@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import subprocess
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any, Final, Self
 
 from tests.support.lmcache_process import lmcache_environment, lmcache_python
 from tests.support.processes import free_ports, http_get
+from tests.support.waiting import wait_until
 
 __all__ = ["MPServer"]
 
@@ -65,11 +65,14 @@ class MPServer:
             raise
 
     def _await(self, process: "subprocess.Popen[bytes]") -> None:
-        give_up = time.monotonic() + _START_S
-        while http_get(f"http://127.0.0.1:{self.http}/")[0] == 0:
-            if process.poll() is not None or time.monotonic() > give_up:
-                raise AssertionError(f"lmcache server did not start:\n{self.said[-4000:]}")
-            time.sleep(0.05)
+        url = f"http://127.0.0.1:{self.http}/"
+        wait_until(
+            lambda: http_get(url)[0] != 0 or process.poll() is not None,
+            _START_S,
+            pause_s=0.05,
+            seen=lambda: self.said[-4000:],
+        )
+        assert process.poll() is None, f"lmcache server did not start:\n{self.said[-4000:]}"
 
     def kill(self) -> None:
         """End it at once, if it runs."""

@@ -8,12 +8,12 @@ import signal
 import socket
 import struct
 import subprocess
-import time
 from pathlib import Path
 from typing import Final, Self
 
 from tests.support.connectors.lmcache_env import environment, python
 from tests.support.processes import free_ports
+from tests.support.waiting import wait_until
 
 __all__ = ["BINARY", "BareClient", "LMCacheServer"]
 
@@ -134,11 +134,8 @@ class LMCacheServer:
             raise
 
     def _await(self, process: "subprocess.Popen[bytes]") -> None:
-        give_up = time.monotonic() + _START_S
-        while not self._answers():
-            if process.poll() is not None or time.monotonic() > give_up:
-                raise AssertionError(f"lmcache_server did not start:\n{self._log.read_text()}")
-            time.sleep(0.02)
+        wait_until(lambda: self._answers() or process.poll() is not None, _START_S, seen=self._log.read_text)
+        assert process.poll() is None, f"lmcache_server did not start:\n{self._log.read_text()}"
 
     def kill(self) -> None:
         """End it at once, if it runs."""

@@ -14,7 +14,7 @@ from kvparams_connectors.store import KVStore, ResultCode
 from kvparams_connectors.stores.lmcache.wire import LMCacheEntryKind
 from tests.support.connectors.lmcache_server import PUT, BareClient, LMCacheServer
 from tests.support.connectors.steps import DEADLINE_S, codes, found
-from tests.support.connectors.valkey_server import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["break_off", "delete", "exists", "resident_mib", "sockets"]
 

@@ -6,8 +6,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -16,19 +14,10 @@ from demo.processes import free_port
 from kvparams_connectors.store_url import StoreURL
 from kvparams_connectors.stores.mooncake.client import MooncakeClient
 from kvparams_connectors.stores.mooncake.store import MooncakeSettings, MooncakeStore
+from tests.support.waiting import wait_until
 
 MASTER: Final = Path(sysconfig.get_path("scripts")) / "mooncake_master"
 _READY_S: Final = 30.0
-
-
-def until(what: Callable[[], bool], timeout_s: float = _READY_S) -> float:
-    """Wait until `what()` holds; how long that took."""
-    start = time.monotonic()
-    while not what():
-        if time.monotonic() - start > timeout_s:
-            raise AssertionError(f"not after {timeout_s} s")
-        time.sleep(0.02)
-    return time.monotonic() - start
 
 
 class Process:
@@ -49,7 +38,7 @@ class Process:
     def stop(self) -> None:
         """SIGSTOP; when this returns, none of its threads does anything more."""
         self.send(signal.SIGSTOP)
-        until(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in self._threads()))
+        wait_until(lambda: all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in self._threads()))
 
     def _threads(self) -> list[Path]:
         return list(Path("/proc", str(self.pid), "task").glob("*/stat"))
@@ -103,7 +92,7 @@ class Cluster:
         ]
         master = Process(command, self._folder / "master.log")
         try:
-            until(lambda: _accepts(self.port) or not master.running())
+            wait_until(lambda: _accepts(self.port) or not master.running(), _READY_S)
             assert master.running(), master.log.read_text()
         except BaseException:
             master.end()
@@ -120,7 +109,7 @@ class Cluster:
         module = "kvparams_connectors.stores.mooncake.owner"
         owner = Process([sys.executable, "-m", module, "--master", self.address, "--size", size], log)
         try:
-            until(lambda: b"ready\n" in log.read_bytes() or not owner.running())
+            wait_until(lambda: b"ready\n" in log.read_bytes() or not owner.running(), _READY_S)
             assert owner.running(), log.read_text()
         except BaseException:
             owner.end()

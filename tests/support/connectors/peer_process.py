@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -16,6 +15,7 @@ from typing import Any, Final, Self
 
 from kvparams_connectors.store import PutOp, open_store
 from kvparams_connectors.stores.peer.store import PeerStore
+from tests.support.waiting import wait_until
 
 __all__ = ["PeerProcess", "a_peer", "page"]
 
@@ -80,11 +80,10 @@ class PeerProcess:
         self.go_on()
         self.delete(sorted(self._seeds))
         self._seeds.clear()
-        give_up = time.monotonic() + _EMPTY_S
-        while self.pins() or self.readers():
-            if time.monotonic() > give_up:
-                return False
-            time.sleep(0.01)
+        try:
+            wait_until(lambda: not self.pins() and not self.readers(), _EMPTY_S)
+        except TimeoutError:
+            return False
         return True
 
     def pins(self) -> int:
@@ -97,13 +96,11 @@ class PeerProcess:
     def stop(self) -> None:
         """SIGSTOP; when this returns, none of its threads does anything more."""
         os.kill(self.pid, signal.SIGSTOP)
-        until = time.monotonic() + _WAIT_S
-        while any(
-            stat.read_text().rpartition(")")[2].split()[0] not in "Tt"
-            for stat in Path("/proc", str(self.pid), "task").glob("*/stat")
-        ):
-            assert time.monotonic() < until
-            time.sleep(0.005)
+        threads = Path("/proc", str(self.pid), "task")
+        wait_until(
+            lambda: all(stat.read_text().rpartition(")")[2].split()[0] in "Tt" for stat in threads.glob("*/stat")),
+            _WAIT_S,
+        )
 
     def go_on(self) -> None:
         os.kill(self.pid, signal.SIGCONT)

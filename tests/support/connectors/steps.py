@@ -6,9 +6,8 @@ from random import Random
 from typing import Final
 
 from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, Results
-from tests.support.connectors.valkey_server import wait_until
 
-__all__ = ["DEADLINE_S", "SIZE", "codes", "found", "get", "in_thread", "page", "put", "until", "value"]
+__all__ = ["DEADLINE_S", "SIZE", "codes", "found", "get", "in_thread", "page", "put", "value"]
 
 DEADLINE_S: Final = 20.0
 SIZE: Final = 400_000
@@ -53,8 +52,3 @@ def in_thread(work: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=work)
     thread.start()
     return thread
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for it, asking often."""
-    wait_until(condition, DEADLINE_S, pause_s=0.002)

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvparams_connectors.store import GetOp, KVStore, ResultCode
 from tests.support.connectors.steps import SIZE, get, put
-from tests.support.connectors.valkey_server import wait_until
+from tests.support.waiting import wait_until
 
 __all__ = ["LOST", "Case", "stopped_for_long"]
 
@@ -41,8 +41,8 @@ def stopped_for_long(case: Case, stopped_s: float, record: Callable[[dict[str, o
     longest, seen = 0.0, dict.fromkeys(ResultCode, 0)
     case.stop()
     try:
-        until = time.monotonic() + stopped_s
-        while time.monotonic() < until:
+        over = time.monotonic() + stopped_s
+        while time.monotonic() < over:
             start = time.monotonic()
             codes = _get_in_time(case.store, _DEADLINE_S)
             longest = max(longest, time.monotonic() - start)

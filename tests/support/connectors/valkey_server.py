@@ -7,24 +7,16 @@ output.
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
 from tests.support.processes import free_ports
+from tests.support.waiting import wait_until
 
-__all__ = ["Cluster", "ValkeyServer", "wait_until"]
+__all__ = ["Cluster", "ValkeyServer"]
 
 _START_S: Final = 20.0
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20.0, *, pause_s: float = 0.01) -> None:
-    """Ask until it is so; AssertionError if it never is."""
-    give_up = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up, "what was waited for did not come"
-        time.sleep(pause_s)
 
 
 class ValkeyServer:
@@ -74,11 +66,12 @@ class ValkeyServer:
             raise
 
     def _await(self, process: "subprocess.Popen[bytes]") -> None:
-        give_up = time.monotonic() + _START_S
-        while b"PONG" not in (answer := self._ping()) and b"NOAUTH" not in answer and b"NOPERM" not in answer:
-            if process.poll() is not None or time.monotonic() > give_up:
-                raise AssertionError(f"valkey-server did not start:\n{self._log.read_text()}")
-            time.sleep(0.01)
+        def is_up() -> bool:
+            answer = self._ping()
+            return any(each in answer for each in (b"PONG", b"NOAUTH", b"NOPERM"))
+
+        wait_until(lambda: is_up() or process.poll() is not None, _START_S, seen=self._log.read_text)
+        assert process.poll() is None, f"valkey-server did not start:\n{self._log.read_text()}"
 
     def kill(self) -> None:
         """End it at once, if it runs."""

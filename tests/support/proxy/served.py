@@ -14,6 +14,7 @@ import httpx
 
 from demo.client import NO_CERTIFICATES
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 
 __all__ = ["Served", "serving"]
 
@@ -70,9 +71,11 @@ async def serving(stub: StubEngines, *flags: str, files: int | None = None) -> A
         port = int(found[1])
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False, verify=NO_CERTIFICATES) as client:
-            async with asyncio.timeout(30):
-                while (await client.get("/health")).status_code != 200:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+
+            async def is_healthy() -> bool:
+                return (await client.get("/health")).status_code == 200
+
+            await until(is_healthy, 30.0, pause_s=0.02)
             yield Served(process, port, client)
     finally:
         if process.returncode is None:

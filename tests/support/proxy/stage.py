@@ -3,14 +3,13 @@
 Answers are compared whole, except for ids and times.
 """
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tests.support.proxy.acting import Actor
 
-__all__ = ["BODY", "CHATS", "COMPLETIONS", "Stage", "StartStage", "events_of", "text_of", "until"]
+__all__ = ["BODY", "CHATS", "COMPLETIONS", "Stage", "StartStage", "events_of", "text_of"]
 
 PROMPT = "Who is there?"
 BODY: dict[str, Any] = {"model": "stub", "prompt": PROMPT, "max_tokens": 8}
@@ -40,13 +39,6 @@ class Stage:
 
 
 StartStage = Callable[..., Awaitable[Stage]]
-
-
-async def until(true: Callable[[], Awaitable[bool]]) -> None:
-    """Wait, bounded, until something is so."""
-    async with asyncio.timeout(10):
-        while not await true():  # noqa: ASYNC110  what is waited for is elsewhere and says nothing
-            await asyncio.sleep(0.002)
 
 
 def text_of(got: Any, stream: bool) -> str:

@@ -1,12 +1,11 @@
-"""Waits for a condition within a bound, and does all steps of some work at once."""
+"""Does all steps of some work at once."""
 
-import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, TypeVar
 
 from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
 
-__all__ = ["drained", "read_all", "until"]
+__all__ = ["drained", "read_all"]
 
 T = TypeVar("T")
 
@@ -23,14 +22,3 @@ def drained(steps: Generator[None, None, T]) -> T:
 def read_all(*arguments: Any, **options: Any) -> ParsedRequest:
     """Reads the body of a request, however long."""
     return drained(parse_request_in_steps(*arguments, **options))
-
-
-async def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
-    """Waits until it is so.
-
-    Raises:
-        TimeoutError: it was not in time.
-    """
-    async with asyncio.timeout(within_s):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)

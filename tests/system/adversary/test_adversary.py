@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.proxy.steps import until
+from tests.support.waiting import until
 from tests.system.adversary.background import background
 from tests.system.adversary.body_cases import body_cases
 from tests.system.adversary.cases import Case

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple, cast
 import httpx
 
 from demo.processes import Processes, Server, free_port
+from tests.support.waiting import until
 from tests.system.chaos.backings import Backing
 from tests.system.chaos.faults import Fault
 from tests.system.chaos.ways import WAYS, Way
@@ -26,7 +27,6 @@ __all__ = ["Cluster", "Hit", "Usage", "usage"]
 
 PULLING: Final = ("--decode-timeout", "3", "--probe", "1")
 """Of those who pull work out of a queue."""
-_POLL_S: Final = 0.05
 _BACK_S: Final = 60.0
 
 
@@ -197,20 +197,21 @@ class Cluster:
             process.send_signal(signal.SIGCONT)
         else:
             process.send_signal(signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
-            while process.poll() is None:  # noqa: ASYNC110  a process says nothing when it has ended
-                await asyncio.sleep(_POLL_S)
+            await until(lambda: process.poll() is not None, _BACK_S)
             engine.server = self._start(engine.name, engine.role, engine.port)
         await self._healthy(engine.server.url, engine.server)
         self.hits.append(Hit(engine.name, fault.kind, from_s, time.monotonic()))
 
     async def _healthy(self, url: str, server: Server) -> None:
-        async with asyncio.timeout(_BACK_S), httpx.AsyncClient(trust_env=False, timeout=1.0) as client:
-            while True:
-                with suppress(httpx.HTTPError):
-                    if (await client.get(f"{url}/health")).status_code == 200:
-                        return
-                assert server.process.poll() is None, server.tail()
-                await asyncio.sleep(_POLL_S)
+        async def is_healthy() -> bool:
+            with suppress(httpx.HTTPError):
+                if (await client.get(f"{url}/health")).status_code == 200:
+                    return True
+            assert server.process.poll() is None, server.tail()
+            return False
+
+        async with httpx.AsyncClient(trust_env=False, timeout=1.0) as client:
+            await until(is_healthy, _BACK_S, pause_s=0.05)
 
     def _start(self, name: str, role: str, port: int) -> Server:
         does = role if role in ("prefill", "decode") else "both"

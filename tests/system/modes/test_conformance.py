@@ -15,7 +15,8 @@ from kvparams.instances import Role
 from kvparams.routing.plan import LegPair
 from kvparams_proxy.execution.leg_runner import LegRunner
 from tests.support.proxy.acting import FAULTS, Actor, Fault, answer_to, leg_limit_s
-from tests.support.proxy.stage import BODY, COMPLETIONS, PROMPT, text_of, until
+from tests.support.proxy.stage import BODY, COMPLETIONS, PROMPT, text_of
+from tests.support.waiting import until
 from tests.system.modes.conftest import StartMode, Way
 
 WAYS = (

@@ -8,7 +8,8 @@ import pytest
 from kvparams.instances import Role
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from tests.support.proxy.acting import FAULTS, Fault, answer_to, leg_limit_s
-from tests.support.proxy.stage import BODY, text_of, until
+from tests.support.proxy.stage import BODY, text_of
+from tests.support.waiting import until
 from tests.system.modes.conftest import StartMode, Way
 
 IN_ORDER, FIRST = "prefill_then_decode", "prefill_then_decode,decode_first=true"

@@ -13,7 +13,8 @@ from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.secret import Secret
 from tests.support.proxy.acting import NIXL, Actor
 from tests.support.proxy.fixtures import answer, instance, running, scripted, stack
-from tests.support.proxy.stage import BODY, COMPLETIONS, until
+from tests.support.proxy.stage import BODY, COMPLETIONS
+from tests.support.waiting import until
 
 __all__ = ["scripted", "stack"]
 

@@ -7,7 +7,8 @@ from typing import Any
 from kvparams_proxy.config.fleet_file import FleetFileProvider
 from kvparams_proxy.config.settings import default_spec_rules
 from kvparams_proxy.secret import Secret
-from tests.support.proxy.stage import text_of, until
+from tests.support.proxy.stage import text_of
+from tests.support.waiting import until
 from tests.system.modes.conftest import StartMode, Way
 from tests.system.modes.test_conformance import EXPECTED
 

@@ -12,8 +12,9 @@ from kvparams_connectors.advice import Advice
 from kvparams_connectors.cli import doctor_command
 from tests.support.proxy.fixtures import Proxy, StartProxy
 from tests.support.proxy.publisher import Publisher, stored
-from tests.support.proxy.stage import StartStage, until
+from tests.support.proxy.stage import StartStage
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 from tests.system.proxy.fleet.test_kv_events import ports
 
 PROMPT = Random(7).choices(range(1000), k=641)

@@ -16,7 +16,8 @@ import pytest
 from kvparams.routing.breaker import BreakerLimits
 from kvparams.routing.managers.mode_selector import ManagerMode
 from tests.support.proxy.acting import NIXL, Actor
-from tests.support.proxy.stage import Stage, until
+from tests.support.proxy.stage import Stage
+from tests.support.waiting import until
 
 LIMITS = BreakerLimits(consecutive=3, window=50, failures=25, open_s=0.3, longest_s=0.3)
 LATE = BreakerLimits(consecutive=3, window=50, failures=25, open_s=60.0, longest_s=60.0)

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 
 from kvparams.routing.breaker import BreakerLimits
-from tests.support.proxy.stage import Stage, StartStage, until
+from tests.support.proxy.stage import Stage, StartStage
+from tests.support.waiting import until
 
 SOON = BreakerLimits(consecutive=3, open_s=0.05, longest_s=0.05)
 LATE = BreakerLimits(consecutive=3, open_s=60.0, longest_s=60.0)

@@ -11,18 +11,19 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
 import httpx
 
 from demo.processes import Processes, Server, free_port
+from tests.support.waiting import until
 from tests.system.queue.rabbitmq import RabbitMQ
 
 __all__ = ["Cluster", "Node"]
 
 What = Literal["engine", "sidecar"]
-_POLL_S: Final = 0.05
 _BACK_S: Final = 240.0
 """A machine that is full takes minutes."""
 
@@ -119,8 +120,7 @@ class Cluster:
         server = node.engine if what == "engine" else node.sidecar
         assert server is not None
         server.process.send_signal(signal.SIGKILL)
-        while server.process.poll() is None:  # noqa: ASYNC110  a process says nothing when it has ended
-            await asyncio.sleep(_POLL_S)
+        await until(lambda: server.process.poll() is not None)
         self.start(node, what)
         await self.ready(node)
 
@@ -129,12 +129,7 @@ class Cluster:
         async with asyncio.timeout(_BACK_S), httpx.AsyncClient(trust_env=False, timeout=1.0) as client:
             for server in (node.engine, node.sidecar):
                 assert server is not None
-                while True:
-                    with suppress(httpx.HTTPError):
-                        if (await client.get(f"{server.url}/health")).status_code == 200:
-                            break
-                    assert server.process.poll() is None, server.tail()
-                    await asyncio.sleep(_POLL_S)
+                await until(partial(_is_healthy, client, server), _BACK_S, pause_s=0.05)
 
     async def counts(self, node: Node) -> dict[str, float]:
         """A decode node's metrics."""
@@ -144,11 +139,11 @@ class Cluster:
         samples = (line.rpartition(" ") for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}
 
-    async def storm(self, every_s: float, until: asyncio.Event, dice: random.Random) -> int:
+    async def storm(self, every_s: float, over: asyncio.Event, dice: random.Random) -> int:
         """Hit decode nodes again and again, one each time; how often."""
         hits, pending = 0, set[asyncio.Task[None]]()
         free = set(range(len(self.decode)))
-        while not until.is_set():
+        while not over.is_set():
             if len(free) > 1:  # somebody stays
                 number = dice.choice(sorted(free))
                 free.discard(number)
@@ -158,7 +153,7 @@ class Cluster:
                 task.add_done_callback(lambda _, number=number: free.add(number))
                 hits += 1
             with suppress(TimeoutError):
-                await asyncio.wait_for(until.wait(), every_s)
+                await asyncio.wait_for(over.wait(), every_s)
         await asyncio.gather(*pending)
         return hits
 
@@ -171,3 +166,11 @@ class Cluster:
 
     def _run(self, name: str, command: Sequence[str], port: int) -> Server:
         return self.processes.start(f"{name}-{time.monotonic_ns():x}", sys.executable, "-m", *command, port=port)
+
+
+async def _is_healthy(client: httpx.AsyncClient, server: Server) -> bool:
+    with suppress(httpx.HTTPError):
+        if (await client.get(f"{server.url}/health")).status_code == 200:
+            return True
+    assert server.process.poll() is None, server.tail()
+    return False

@@ -7,20 +7,19 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Self
 
 from demo.processes import bound_to_parent
 from tests.support.processes import free_ports
+from tests.support.waiting import wait_until
 
 __all__ = ["RabbitMQ"]
 
 _START_S: Final = 240.0
 """A machine that is full takes minutes."""
 _STOP_S: Final = 60.0
-_POLL_S: Final = 0.05
 _HEADER: Final = b"AMQP\x00\x00\x09\x01"
 
 
@@ -83,11 +82,11 @@ class RabbitMQ:
             )
 
     def _await(self, process: "subprocess.Popen[bytes]", ready: Callable[[], bool]) -> None:
-        give_up = time.monotonic() + _START_S
-        while not ready():
-            if process.poll() is not None or time.monotonic() > give_up:
-                raise AssertionError(f"the broker did not start:\n{self._log.read_text('utf-8', 'replace')[-4000:]}")
-            time.sleep(_POLL_S)
+        def log() -> str:
+            return self._log.read_text("utf-8", "replace")[-4000:]
+
+        wait_until(lambda: ready() or process.poll() is not None, _START_S, pause_s=0.05, seen=log)
+        assert process.poll() is None, f"the broker did not start:\n{log()}"
 
     def _mapped(self) -> bool:
         with socket.socket() as sock:

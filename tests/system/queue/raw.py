@@ -21,6 +21,7 @@ from kvparams_proxy.queue.messages import (
     write_result,
 )
 from kvparams_proxy.queue.topology import QueueNames
+from tests.support.waiting import until
 
 __all__ = ["RawNode", "hearing", "sent", "waiting"]
 
@@ -117,13 +118,16 @@ async def waiting(url: str, queue: str, least: int) -> list[AbstractIncomingMess
     connection = await aio_pika.connect(url)
     try:
         channel = await connection.channel()
-        async with asyncio.timeout(LIMIT_S):
+
+        async def is_enough() -> bool:
             while len(found) < least:
                 message = await (await channel.get_queue(queue)).get(no_ack=True, fail=False)
                 if message is None:
-                    await asyncio.sleep(0.05)
-                else:
-                    found.append(message)
+                    return False
+                found.append(message)
+            return True
+
+        await until(is_enough, LIMIT_S, pause_s=0.05)
     finally:
         await connection.close()
     return found

@@ -1,7 +1,7 @@
 """Provides the first steps of queue tests: a request is sent, a decode node takes it, and both ends are observed."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
@@ -10,10 +10,11 @@ from kvparams_proxy.queue.pending_reply import PendingReply as Attempt
 from kvparams_proxy.queue.queue_upstream import QueueUpstream
 from kvparams_proxy.upstream.types import ResponseHead, UpstreamError
 from tests.support.proxy.fixtures import answer
+from tests.support.waiting import until
 from tests.system.queue.conftest import Nodes
 from tests.system.queue.raw import RawNode
 
-__all__ = ["LIMIT_S", "Chunks", "Heard", "Taken", "begun", "echo", "ended", "send", "taken", "until"]
+__all__ = ["LIMIT_S", "Chunks", "Heard", "Taken", "begun", "echo", "ended", "send", "taken"]
 
 LIMIT_S: Final = 20.0
 HEADERS: Final = b"x-request-id: r-1\r\n"
@@ -57,12 +58,6 @@ async def ended(heard: Heard) -> Heard:
     return heard
 
 
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not true():  # noqa: ASYNC110  it tells nobody
-            await asyncio.sleep(0.01)
-
-
 async def echo(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     writer.write(answer(body))
 
@@ -98,7 +93,7 @@ class Chunks:
 async def begun(nodes: Nodes) -> None:
     """The queues are there."""
     async with nodes.consumer("http://127.0.0.1:1") as consumer:
-        await until(lambda: consumer.connected)
+        await until(lambda: consumer.connected, LIMIT_S)
 
 
 class Taken(NamedTuple):

@@ -27,11 +27,12 @@ from kvparams_proxy.queue.running_work import RunningWork
 from kvparams_proxy.queue.topology import QueueNames
 from kvparams_proxy.upstream.types import ResponseHead, UpstreamError
 from tests.support.proxy.fixtures import answer
+from tests.support.waiting import until
 from tests.system.queue.cluster import Cluster
 from tests.system.queue.conftest import Nodes
 from tests.system.queue.rabbitmq import RabbitMQ
 from tests.system.queue.raw import RawNode, sent, waiting
-from tests.system.queue.scenes import LIMIT_S, Chunks, echo, ended, send, taken, until
+from tests.system.queue.scenes import LIMIT_S, Chunks, echo, ended, send, taken
 from tests.system.queue.test_lost import HEAD
 
 LIMIT_BYTES: Final = 65_536

@@ -10,7 +10,7 @@ from aiormq.abc import AbstractChannel
 from kvparams_proxy.queue.consumer_prefetch import ConsumerPrefetch
 from kvparams_proxy.upstream.interface import Upstream
 from kvparams_proxy.upstream.types import ResponseHead, ResponseSink, UpstreamError
-from tests.system.queue.scenes import until
+from tests.support.waiting import until
 
 
 class Well:

@@ -11,10 +11,11 @@ from kvparams_proxy.queue.topology import QueueNames
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.types import UpstreamError
 from tests.support.proxy.fixtures import answer
+from tests.support.waiting import until
 from tests.system.queue.conftest import Nodes
 from tests.system.queue.rabbitmq import RabbitMQ
 from tests.system.queue.raw import RawNode, sent, waiting
-from tests.system.queue.scenes import LIMIT_S, Chunks, begun, echo, ended, send, taken, until
+from tests.system.queue.scenes import LIMIT_S, Chunks, begun, echo, ended, send, taken
 
 HEAD: Final = ResultHead(200, b"text/plain", b"")
 

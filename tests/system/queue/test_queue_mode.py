@@ -16,9 +16,10 @@ from kvparams_proxy.queue.messages import (
 from kvparams_proxy.queue.topology import QueueNames
 from kvparams_proxy.upstream.types import UpstreamError, UpstreamOverflow, UpstreamTimeout
 from tests.support.proxy.fixtures import answer
+from tests.support.waiting import until
 from tests.system.queue.conftest import Nodes
 from tests.system.queue.raw import RawNode, hearing, sent
-from tests.system.queue.scenes import LIMIT_S, Chunks, Heard, begun, echo, ended, send, until
+from tests.system.queue.scenes import LIMIT_S, Chunks, Heard, begun, echo, ended, send
 
 
 async def test_a_whole_answer_comes_back(nodes: Nodes) -> None:

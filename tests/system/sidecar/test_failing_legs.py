@@ -20,7 +20,8 @@ from kvparams_proxy.server.app import create_app
 from kvparams_proxy.sidecar.middleware import DisaggregatedServerMixin
 from tests.support.proxy.acting import Actor
 from tests.support.proxy.acting import answer_to as ids_of
-from tests.support.proxy.stage import BODY, COMPLETIONS, PROMPT, text_of, until
+from tests.support.proxy.stage import BODY, COMPLETIONS, PROMPT, text_of
+from tests.support.waiting import until
 from tests.system.sidecar.acted import FAULTS, ActedApp, AppFault
 from tests.system.sidecar.serving import served
 

@@ -16,8 +16,8 @@ import pytest
 
 from demo.processes import Processes, Server, free_port
 from kvparams.params import PROTOCOL_VERSION
-from tests.support.connectors.valkey_server import wait_until
 from tests.support.kvparams.next_minor import NEXT, NEXT_DEPRECATED
+from tests.support.waiting import wait_until
 from tests.system.versions.build import ONCE, PRIORITY, make_build
 from tests.system.versions.tap import Tap
 

@@ -18,7 +18,8 @@ from tests.support.connectors.mooncake_cluster import Cluster
 from tests.support.connectors.peer_process import PeerProcess
 from tests.support.connectors.steps import SIZE, get, in_thread, put
 from tests.support.connectors.stopping import LOST, Case, stopped_for_long
-from tests.support.connectors.valkey_server import ValkeyServer, wait_until
+from tests.support.connectors.valkey_server import ValkeyServer
+from tests.support.waiting import wait_until
 
 BACK_S: Final = 60.0
 

@@ -15,7 +15,7 @@ from tests.support.connectors.lmcache_server import BareClient, LMCacheServer
 from tests.support.connectors.lmcache_steps import break_off, delete, exists, resident_mib, sockets
 from tests.support.connectors.steps import DEADLINE_S, SIZE, get, in_thread, put
 from tests.support.connectors.valkey_relay import Relay
-from tests.support.connectors.valkey_server import wait_until
+from tests.support.waiting import wait_until
 
 HUGE = 250 << 20
 LOST = {ResultCode.UNAVAILABLE, ResultCode.TIMEOUT}

@@ -13,7 +13,8 @@ from kvparams_connectors.store_url import StoreError, StoreUnreachable
 from kvparams_connectors.stores.guard.deferred_store import DeferredStore
 from kvparams_connectors.stores.guard.store import open_guarded
 from kvparams_connectors.stores.memory.store import MemoryStore
-from tests.support.connectors.valkey_server import ValkeyServer, wait_until
+from tests.support.connectors.valkey_server import ValkeyServer
+from tests.support.waiting import wait_until
 
 WORDS = b"what was put"
 

@@ -21,10 +21,10 @@ from kvparams_connectors.stores.peer.wire import (
     PeerStatus,
     encode_found,
 )
-from tests.support.connectors.mooncake_cluster import until
 from tests.support.connectors.peer_process import PeerProcess, a_peer, page
 from tests.support.connectors.peer_steps import SIZE, WAIT_S, Liar, get, lies, names, peer, put, reader_of, request
 from tests.support.connectors.valkey_relay import Relay
+from tests.support.waiting import wait_until
 
 URL = "peer://127.0.0.1?size=32MiB&unit=4KiB"
 
@@ -50,7 +50,7 @@ def told(opened: list[KVStore], address: str, seeds: Sequence[int] = range(64), 
 
 def recovers(store: KVStore, seeds: Sequence[int]) -> None:
     """It is read from there again, once it has been left alone long enough."""
-    until(lambda: set(get(store, seeds)) == {ResultCode.OK}, WAIT_S)
+    wait_until(lambda: set(get(store, seeds)) == {ResultCode.OK}, WAIT_S)
 
 
 def test_a_peer_that_is_killed_costs_nothing_and_its_pages_are_gone(opened: list[KVStore], owner: PeerProcess) -> None:
@@ -128,7 +128,7 @@ def test_one_batch_over_a_stopped_peer_loses_nothing_else(
         assert get(store, [0, 50, 10], deadline_s=1.0) == [ResultCode.MISS, ResultCode.OK, ResultCode.OK]
         assert time.monotonic() - start < 1.5
         owner.go_on()
-        until(lambda: store.statistics.places_resting == 0)
+        wait_until(lambda: store.statistics.places_resting == 0)
         owner.stop()
         found = store.exists(names([0, 50, 10]), 1.0).result()
         assert [result.code for result in found] == [ResultCode.MISS, ResultCode.OK, ResultCode.OK]
@@ -230,7 +230,7 @@ def test_a_connection_may_be_reset_anywhere(opened: list[KVStore], owner: PeerPr
         assert store.statistics.values_lost == 4 - whole
         assert get(store, range(4)) == [ResultCode.MISS] * 4  # it is left alone for a while
         assert get(told(opened, f"127.0.0.1:{relay.port}"), range(4)) == [ResultCode.OK] * 4
-    until(lambda: owner.pins() == 0)
+    wait_until(lambda: owner.pins() == 0)
 
 
 def test_a_trickling_peer_is_given_up_at_the_deadline(opened: list[KVStore], owner: PeerProcess) -> None:
@@ -258,7 +258,7 @@ def test_buffers_are_left_alone_once_the_job_is_settled(opened: list[KVStore], o
             target[:] = b"\xa5" * (2 << 20)
         get(store, range(8), 2 << 20)
         assert all(target == b"\xa5" * (2 << 20) for target in targets)
-    until(lambda: owner.pins() == 0)
+    wait_until(lambda: owner.pins() == 0)
 
 
 # ---- liars
@@ -345,8 +345,8 @@ def test_a_reader_that_does_not_read_is_cut_off_and_pins_nothing(opened: list[KV
     slow = reader_of(owner)
     connect_handshake(slow, b"")
     slow.send_parts([request(PeerOperation.GET, range(12), 300)])
-    until(lambda: owner.pins() > 0)  # it is being sent: far more than sockets take
-    until(lambda: owner.pins() == 0)
+    wait_until(lambda: owner.pins() > 0)  # it is being sent: far more than sockets take
+    wait_until(lambda: owner.pins() == 0)
     with pytest.raises(OSError):  # noqa: PT011 - reset, or an end
         slow.read(30 << 20)
     slow.close()
@@ -360,8 +360,8 @@ def test_a_reader_that_takes_nothing_is_cut_off_whatever_time_it_wants(
     slow = reader_of(owner)
     connect_handshake(slow, b"")
     slow.send_parts([request(PeerOperation.GET, range(12), 3_600_000)])
-    until(lambda: owner.pins() > 0)
-    until(lambda: owner.pins() == 0, 6.0)
+    wait_until(lambda: owner.pins() > 0)
+    wait_until(lambda: owner.pins() == 0, 6.0)
     slow.close()
 
 
@@ -370,11 +370,11 @@ def test_so_many_readers_and_no_more(opened: list[KVStore], owner: PeerProcess) 
     crowd = [reader_of(owner) for _ in range(128)]
     for channel in crowd:
         connect_handshake(channel, b"")
-    until(lambda: owner.readers() == 128)
+    wait_until(lambda: owner.readers() == 128)
     assert get(told(opened, owner.address), [1]) == [ResultCode.MISS]
     for channel in crowd:
         channel.close()
-    until(lambda: owner.readers() == 0)
+    wait_until(lambda: owner.readers() == 0)
     assert get(told(opened, owner.address), [1]) == [ResultCode.OK]
 
 
@@ -420,7 +420,7 @@ def test_strangers_fill_no_log(opened: list[KVStore], caplog: pytest.LogCaptureF
             with suppress(OSError):
                 while sock.recv(100):
                     pass
-    until(lambda: owner.statistics.readers_refused == 20)
+    wait_until(lambda: owner.statistics.readers_refused == 20)
     assert sum("does not speak as it should" in one.message for one in caplog.records) == 1
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from kvparams_connectors.store import KVStore, PutOp, ResultCode
 from kvparams_connectors.stores.memory.store import MemoryStore
-from tests.support.connectors.mooncake_cluster import until
 from tests.support.connectors.peer_steps import WAIT_S, get, names, peer, put
+from tests.support.waiting import wait_until
 
 UNIT = 4096
 
@@ -36,7 +36,7 @@ def test_a_put_into_memory_full_of_leases_looks_once(opened: list[KVStore], monk
     for _ in range(10):
         assert set(small(store, [f"n{number}" for number in range(20)])) == {ResultCode.FULL}
     assert 400 <= looked[0] <= 800
-    until(lambda: small(store, ["new"]) == [ResultCode.OK], WAIT_S)  # the control: leases end
+    wait_until(lambda: small(store, ["new"]) == [ResultCode.OK], WAIT_S)  # the control: leases end
 
 
 def test_what_comes_free_is_seen_at_once(opened: list[KVStore]) -> None:
@@ -48,9 +48,9 @@ def test_what_comes_free_is_seen_at_once(opened: list[KVStore]) -> None:
     store.delete(["b"], WAIT_S).result()
     assert small(store, ["e"]) == [ResultCode.OK]
     held = [one for one in store.pin_values(["a", "c", "d", "e"]) if one is not None]
-    until(lambda: small(store, ["f"]) == [ResultCode.FULL])
+    wait_until(lambda: small(store, ["f"]) == [ResultCode.FULL])
     over = time.monotonic() + 0.5
-    until(lambda: time.monotonic() > over)
+    wait_until(lambda: time.monotonic() > over)
     assert small(store, ["f"]) == [ResultCode.FULL]  # all pinned, no lease any more
     store.unpin_values(held[:1])
     assert small(store, ["f"]) == [ResultCode.OK]

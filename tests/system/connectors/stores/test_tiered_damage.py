@@ -16,7 +16,7 @@ from kvparams_connectors.stores.memory.store import MemoryStore
 from kvparams_connectors.stores.tiered.store import TieredStore
 from kvparams_connectors.stores.tiered.value_origins import ValueOrigins
 from kvparams_connectors.transfer.reports import LoadReport
-from tests.support.connectors.steps import until
+from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
 LARGE = 2 * PAGE_BYTES
@@ -52,7 +52,7 @@ class Remembering(TieredStore):
 
     def calm(self) -> None:
         assert all(job.wait_settled(WAIT_S) for job in self.jobs)
-        until(lambda: self.idle)
+        wait_until(lambda: self.idle)
 
 
 class Stack:

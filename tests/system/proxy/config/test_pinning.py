@@ -19,7 +19,7 @@ from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.types import UpstreamLimits
 from tests.support.proxy.fixtures import Awaited
-from tests.support.proxy.stage import until
+from tests.support.waiting import until
 from tests.system.proxy.test_legs import ANSWER, CLIENT, NIXL, answering
 
 METADATA = "169.254.169.254"

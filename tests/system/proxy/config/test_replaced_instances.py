@@ -6,7 +6,8 @@ from contextlib import AsyncExitStack
 from kvparams_proxy.config.mode_parsing import parse_mode_flag
 from kvparams_proxy.secret import Secret
 from tests.support.proxy.acting import Actor
-from tests.support.proxy.stage import StartStage, text_of, until
+from tests.support.proxy.stage import StartStage, text_of
+from tests.support.waiting import until
 
 TOKEN = "admin-token-of-this-test"
 

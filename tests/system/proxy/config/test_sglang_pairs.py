@@ -19,7 +19,8 @@ from kvparams_proxy.config.mode_parsing import parse_mode_flag
 from kvparams_proxy.config.settings import Settings
 from tests.support.proxy.acting import Actor, answer_to
 from tests.support.proxy.fixtures import running
-from tests.support.proxy.stage import BODY, COMPLETIONS, PROMPT, text_of, until
+from tests.support.proxy.stage import BODY, COMPLETIONS, PROMPT, text_of
+from tests.support.waiting import until
 from tests.system.proxy.config.test_bootstraps import Bootstrap
 
 NEVER = BreakerLimits(consecutive=1_000_000, window=1_000_000, failures=1_000_000)

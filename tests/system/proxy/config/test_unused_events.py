@@ -18,8 +18,8 @@ from kvparams_proxy.fleet.kv_events.unused_events_logger import UnusedEventsLogg
 from kvparams_proxy.fleet.registry.instance_spec import SpecRules
 from kvparams_proxy.secret import Secret
 from tests.support.proxy.fixtures import Proxy, StartProxy
-from tests.support.proxy.stage import until
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 
 ADMIN = {"authorization": "Bearer secret"}
 LINE = "- {id: %s, url: 'http://127.0.0.1:9', role: prefill, kv_events: 'tcp://127.0.0.1:9'}\n"

@@ -24,7 +24,7 @@ from kvparams_proxy.upstream.connection import UpstreamConnection
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.exchange import UpstreamExchange
 from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError, UpstreamLimits
-from tests.support.proxy.stage import until
+from tests.support.waiting import until
 from tests.system.proxy.upstream.test_broken_engines import BODY, DONE, EVENT, GOOD, SSE, chunk, sending, whole
 
 KINDS = (Execution, PlanContext, ParsedRequest, StreamRelay, ResponseCollector, UpstreamExchange)

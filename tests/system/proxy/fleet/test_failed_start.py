@@ -42,7 +42,7 @@ from kvparams_proxy.telemetry.request_log import RequestLog
 from kvparams_proxy.telemetry.spans import RequestSpanExporter
 from kvparams_proxy.tokenization.service import TokenService
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
-from tests.support.proxy.steps import until
+from tests.support.waiting import until
 
 MODELS = b'{"object":"list","data":[{"id":"stub"}]}'
 CLOSED = (

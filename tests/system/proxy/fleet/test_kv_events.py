@@ -31,8 +31,8 @@ from kvparams_proxy.secret import Secret
 from tests.support.processor import scaled_s
 from tests.support.proxy.fixtures import StartProxy
 from tests.support.proxy.publisher import Publisher, removed, stored
-from tests.support.proxy.stage import until
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 
 NUMBERS = count(1)
 STEPS = ["said", "said", "lost", "replay", "restart", "connect", "forget", "time"]

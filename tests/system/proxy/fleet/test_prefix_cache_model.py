@@ -25,8 +25,8 @@ from kvparams_proxy.fleet.prefix_cache_model import BLOCK_TOKENS, PrefixCacheMod
 from kvparams_proxy.fleet.routing_decision import RoutingDecision
 from tests.support.proxy.clock import Clock
 from tests.support.proxy.fixtures import Proxy, StartProxy
-from tests.support.proxy.stage import until
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 
 _NUMBERS = count(1)
 

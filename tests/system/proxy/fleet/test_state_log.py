@@ -19,7 +19,8 @@ from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.state_log import StateLog
 from tests.support.proxy.acting import Actor
 from tests.support.proxy.clock import Clock
-from tests.support.proxy.stage import Stage, StartStage, until
+from tests.support.proxy.stage import Stage, StartStage
+from tests.support.waiting import until
 
 LOGGER = "kvparams_proxy.fleet.state_log"
 FACTS = RequestFacts("r", "t", None, 1, 1, None, None)

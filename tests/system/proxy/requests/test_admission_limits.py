@@ -13,7 +13,8 @@ from kvparams.instances import Role
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams_proxy.requests.api_keys_file import create_api_key, edit_api_keys
 from kvparams_proxy.secret import Secret
-from tests.support.proxy.stage import BODY, COMPLETIONS, Stage, StartStage, until
+from tests.support.proxy.stage import BODY, COMPLETIONS, Stage, StartStage
+from tests.support.waiting import until
 
 
 async def line_up(found: Stage, count: int, **more: Any) -> list[asyncio.Task[Any]]:

@@ -9,8 +9,8 @@ import pytest
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.requests.body import BodyBudget, RequestBody
 from tests.support.proxy.served import Served, serving
-from tests.support.proxy.steps import until
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 
 MIB = 1 << 20
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"

@@ -22,8 +22,9 @@ from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
 from kvparams_proxy.tokenization.engine_tokenizer import build_tokenize_body
 from tests.support.proxy.fixtures import JSON, Proxy, answer
 from tests.support.proxy.served import serving
-from tests.support.proxy.steps import drained, read_all, until
+from tests.support.proxy.steps import drained, read_all
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 PREFILLED = (

@@ -16,8 +16,8 @@ from kvparams_proxy.server.connections import ClientConnections, ConnectionLimit
 from kvparams_proxy.server.http_protocol import HTTPProtocol, ServerContext
 from kvparams_proxy.server.request_handler import Admission
 from tests.support.proxy.fixtures import Proxy
-from tests.support.proxy.stage import until
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 RESET = struct.pack("ii", 1, 0)

@@ -21,8 +21,9 @@ from kvparams_proxy.tokenization.tokenizer_choice import (
 from kvparams_proxy.tokenization.tokenizer_files import load_local_tokenizer
 from tests.support.proxy.fixtures import StartProxy
 from tests.support.proxy.made_tokenizers import byte_level, save
-from tests.support.proxy.stage import BODY, COMPLETIONS, StartStage, until
+from tests.support.proxy.stage import BODY, COMPLETIONS, StartStage
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 from tests.unit.proxy.cli.test_command import asked, problems
 
 

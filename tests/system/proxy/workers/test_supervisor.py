@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.proxy.steps import until
 from tests.support.proxy.supervised_worker import FAILURE
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[4]
 

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.proxy.load import Connection, Load, loaded
 from tests.support.proxy.served import Served, serving
-from tests.support.proxy.steps import until
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 
 CLIENTS = 12
 

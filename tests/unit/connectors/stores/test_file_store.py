@@ -15,7 +15,7 @@ from kvparams_connectors.store import GetOp, PutOp, Result, ResultCode
 from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.stores.file.locks import FileLock, ProcessSeat
 from kvparams_connectors.stores.file.store import FileStore
-from tests.support.connectors.steps import until
+from tests.support.waiting import wait_until
 
 SIZE = 1 << 20
 DEADLINE_S = 20.0
@@ -254,7 +254,7 @@ def test_who_only_asks_without_waiting_notices_as_well(path: Path) -> None:
     store = FileStore(path)
     assert store.exists_nowait(["other"]) == [Result(ResultCode.MISS)]
     path.unlink()
-    until(lambda: store.exists_nowait(["other"]) is None)
+    wait_until(lambda: store.exists_nowait(["other"]) is None)
     assert not has(store, "other")  # whoever waits has it opened anew
     assert store.exists_nowait(["other"]) == [Result(ResultCode.MISS)]
     with store._changing:  # pyright: ignore[reportPrivateUsage]  somebody may be closing what is open

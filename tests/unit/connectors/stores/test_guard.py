@@ -20,7 +20,7 @@ from kvparams_connectors.stores.guard.quarantine import Quarantine
 from kvparams_connectors.stores.guard.store import GuardedStore, GuardLimits, open_guarded
 from kvparams_connectors.stores.guard.transfer_rate import TransferRate
 from kvparams_connectors.stores.memory.store import MemoryStore
-from tests.support.connectors.steps import until
+from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
 SIZE = 8 << 20
@@ -65,7 +65,7 @@ class Broken:
         return self.store.put([PutOp(key, (memoryview(content),))], WAIT_S).result()[0]
 
     def wait_for(self, *states: BreakerState) -> None:
-        until(lambda: self.store.statistics.state in states)
+        wait_until(lambda: self.store.statistics.state in states)
 
 
 @pytest.fixture
@@ -119,11 +119,11 @@ def test_a_store_that_is_back_is_noticed_without_any_operation(broken: Broken) -
         assert broken.get("key").code is ResultCode.UNAVAILABLE
     assert broken.store.statistics.opened >= 1
     broken.asked.clear()
-    until(lambda: broken.store.statistics.probes >= 2)  # it is asked again and again
+    wait_until(lambda: broken.store.statistics.probes >= 2)  # it is asked again and again
     assert set(broken.asked) == {"exists kvparams-probe"}
     broken.fault = None
     broken.wait_for(BreakerState.HALF_OPEN)
-    until(lambda: broken.get("key").code is ResultCode.OK)
+    wait_until(lambda: broken.get("key").code is ResultCode.OK)
     broken.wait_for(BreakerState.CLOSED)
     assert broken.get("key").code is ResultCode.OK
 
@@ -140,8 +140,8 @@ def test_one_operation_is_tried_when_only_the_probe_goes_well(broken: Broken) ->
         assert store.get([GetOp("key", (target,))], WAIT_S).result()[0].code is ResultCode.UNAVAILABLE
         return store.statistics.failed
 
-    until(lambda: failures() == 3)
-    until(lambda: failures() == 4)  # after a good probe
+    wait_until(lambda: failures() == 3)
+    wait_until(lambda: failures() == 4)  # after a good probe
     assert store.statistics.opened == 2
     assert store.statistics.state is BreakerState.OPEN  # one was enough this time
     store.close()
@@ -179,7 +179,7 @@ def test_only_so_much_is_in_flight() -> None:
     assert broken.store.statistics.in_flight == 4
     broken.faulty.gate.set()
     assert [job.result()[0].code for job in jobs[:4]] == [ResultCode.MISS] * 4
-    until(lambda: broken.store.statistics.in_flight == 0)
+    wait_until(lambda: broken.store.statistics.in_flight == 0)
     broken.store.close()
     broken.memory.close()
 
@@ -226,7 +226,7 @@ def test_a_store_that_raises_is_a_store_that_fails() -> None:
     for _ in range(3):
         assert store.exists(["a", "b"], WAIT_S).result() == [Result(ResultCode.INTERNAL)] * 2
     assert store.exists(["a", "b"], WAIT_S).result() == [Result(ResultCode.UNAVAILABLE)] * 2
-    until(lambda: store.statistics.probes >= 2)  # the background survives it as well
+    wait_until(lambda: store.statistics.probes >= 2)  # the background survives it as well
     store.close()
 
 

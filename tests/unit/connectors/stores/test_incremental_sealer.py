@@ -14,7 +14,7 @@ from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
 from kvparams_connectors.conformance.toy_engine import WAIT_S
 from kvparams_connectors.stores.deadline_socket import DeadlineSocket
 from kvparams_connectors.transfer.incremental_sealer import IncrementalSealer
-from tests.support.connectors.valkey_server import wait_until
+from tests.support.waiting import wait_until
 
 STEP = 128 << 10
 

@@ -18,7 +18,7 @@ from kvparams_connectors.stores.guard.store import GuardedStore
 from kvparams_connectors.stores.memory.store import MemoryStore
 from kvparams_connectors.stores.tiered.staging import StagingArea
 from kvparams_connectors.stores.tiered.store import TieredStore
-from tests.support.connectors.steps import until
+from tests.support.waiting import wait_until
 
 WAIT_S = 20.0
 SIZE = 8 << 20
@@ -114,7 +114,7 @@ class Stack:
         return [(tier, keys) for tier, called, keys in self.asked if called == operation]
 
     def settle(self) -> None:
-        until(lambda: self.store.idle)
+        wait_until(lambda: self.store.idle)
 
     def close(self) -> None:
         for tier in self.tiers:
@@ -242,7 +242,7 @@ def test_a_damaged_copy_makes_room_for_a_good_one(stack: Stack) -> None:
     put(stack.store, "key")
     stack.fault(0, "get", Fault("fail", code=ResultCode.CORRUPT))
     assert get(stack.store, "key") == [ResultCode.OK]
-    until(lambda: exists(stack.memories[0], "key")[0].code is ResultCode.MISS)
+    wait_until(lambda: exists(stack.memories[0], "key")[0].code is ResultCode.MISS)
     stack.faults.clear()
     assert get(stack.store, "key") == [ResultCode.OK]
     stack.settle()
@@ -275,7 +275,7 @@ def test_exists_is_a_union_and_asks_the_other_tiers_at_once_for_what_is_missing(
     job = stack.store.exists(["a", "c"], WAIT_S)
     assert job.result() == [Result(ResultCode.OK, VALUE)] * 2  # the second tier hangs, and nobody needs it
     asked = {(0, ("a", "c")), (1, ("c",)), (2, ("c",))}
-    until(lambda: asked <= set(stack.calls("exists")))  # the hanging one may write it down after the answer
+    wait_until(lambda: asked <= set(stack.calls("exists")))  # the hanging one may write it down after the answer
 
 
 def test_exists_without_need_asks_the_first_tier_alone(stack: Stack) -> None:
@@ -305,7 +305,7 @@ def test_a_slower_tier_hears_of_the_head_of_a_sequence_too(stack: Stack) -> None
     put(stack.memories[2], "head", "tail")
     put(stack.memories[0], "head")
     assert get(stack.store, "head", "tail") == [ResultCode.OK] * 2
-    until(lambda: (2, ("head", "tail")) in stack.calls("exists"))
+    wait_until(lambda: (2, ("head", "tail")) in stack.calls("exists"))
 
 
 # ---- put
@@ -364,10 +364,10 @@ def test_whoever_writes_back_faster_than_the_tiers_can_take_it_waits_for_them() 
     before = time.monotonic()
     assert put(stack.store, "second", deadline_s=0.3) == [ResultCode.OK]  # the first tier has it
     assert time.monotonic() - before >= 0.3
-    until(lambda: time.monotonic() - before > 0.5)  # the deadline of the last tier begins a little later
+    wait_until(lambda: time.monotonic() - before > 0.5)  # the deadline of the last tier begins a little later
     stack.tiers[2].gate.set()
     stack.settle()
-    until(lambda: stack.store.statistics.not_written_back == 1)
+    wait_until(lambda: stack.store.statistics.not_written_back == 1)
     assert get(stack.memories[1], "first", "second") == [ResultCode.OK] * 2
     assert get(stack.memories[2], "first", "second") == [ResultCode.OK, ResultCode.MISS]
     stack.close()
@@ -381,7 +381,7 @@ def test_what_the_first_tier_has_taken_too_late_to_go_on_is_counted() -> None:
     assert put(stack.store, "second", deadline_s=0.05) == [ResultCode.TIMEOUT]
     assert stack.store.statistics.not_written_back == 0
     stack.tiers[0].gate.set()
-    until(lambda: stack.store.statistics.not_written_back == 2)
+    wait_until(lambda: stack.store.statistics.not_written_back == 2)
     stack.close()
 
 
@@ -404,7 +404,7 @@ def test_closing_gives_up_on_a_stuck_tier_in_time(caplog: pytest.LogCaptureFixtu
     before = time.monotonic()
     thread = threading.Thread(target=stack.store.close)
     thread.start()
-    until(lambda: get(stack.store, "key") == [ResultCode.UNAVAILABLE])  # closed at once for everybody else
+    wait_until(lambda: get(stack.store, "key") == [ResultCode.UNAVAILABLE])  # closed at once for everybody else
     stack.tiers[1].gate.set()
     thread.join(WAIT_S)
     assert time.monotonic() - before < WAIT_S
@@ -463,9 +463,9 @@ def test_what_was_read_before_a_delete_is_not_carried_anywhere_after_it(
     put(stack.memories[1], "key")
     stack.fault(1, "get", Fault("late"))
     reading = stack.store.get([GetOp("key", (memoryview(bytearray(VALUE)),))], WAIT_S)
-    until(lambda: (1, ("key",)) in stack.calls("get"))
+    wait_until(lambda: (1, ("key",)) in stack.calls("get"))
     deleting = stack.store.delete(["key"], WAIT_S)  # the first tier deletes now, the second behind the get
-    until(lambda: (0, ("key",)) in stack.calls("delete"))
+    wait_until(lambda: (0, ("key",)) in stack.calls("delete"))
     stack.tiers[1].gate.set()
     assert reading.result()[0].code is ResultCode.OK
     assert deleting.result()[0].code is ResultCode.OK

@@ -23,7 +23,7 @@ from kvparams_connectors.stores.memory.store import MemoryStore
 from kvparams_connectors.stores.tiered.staging import StagingArea
 from kvparams_connectors.stores.tiered.store import TieredStore
 from kvparams_connectors.stores.tiered.value_origins import ValueOrigins
-from tests.support.connectors.steps import until
+from tests.support.waiting import wait_until
 
 WAIT_S = 60.0
 SHORT_S = 0.1
@@ -81,7 +81,7 @@ class TieredMachine(RuleBasedStateMachine):
         self.repair()
         self.get(sorted(SIZES))
         self.exists(sorted(SIZES))
-        until(lambda: self.store.idle)  # no staging memory is lost
+        wait_until(lambda: self.store.idle)  # no staging memory is lost
         before = time.monotonic()
         self.store.close()
         assert time.monotonic() - before < SLACK_S
@@ -113,7 +113,7 @@ class TieredMachine(RuleBasedStateMachine):
     @rule(tier=TIERS, key=st.sampled_from(sorted(SIZES)[1:]))
     def damage(self, tier: int, key: str) -> None:
         """One tier's copy is another one from now on."""
-        until(lambda: self.store.idle)
+        wait_until(lambda: self.store.idle)
         if self.copies(key)[tier] is not None:
             memory = self.memories[tier]
             memory.delete([key]).result()
@@ -163,7 +163,7 @@ class TieredMachine(RuleBasedStateMachine):
             ResultCode.OK,
             ResultCode.MISS,
         }
-        until(lambda: self.store.idle)
+        wait_until(lambda: self.store.idle)
         for key in keys:
             good = content(key, self.life[key])
             kept = [number for number, copy in enumerate(before[key]) if copy == good]
@@ -342,7 +342,7 @@ def test_a_delete_that_does_not_wait_for_what_is_on_its_way_is_seen(
     machine.delete(["c"])
     assert machine.life["c"] == broken
     machine.repair()
-    until(lambda: machine.store.idle)
+    wait_until(lambda: machine.store.idle)
     if broken:
         with pytest.raises(AssertionError, match="came back"):
             machine.get(["c"])

@@ -15,7 +15,7 @@ from kvparams.signing.keyring_file import change_keyring, create_keyring
 from kvparams_proxy.config.share_url import parse_share_url
 from kvparams_proxy.config.sharing import share_directory, share_server, write_exchange_key
 from kvparams_proxy.coordination.unix_transport import UnixTransport
-from tests.support.proxy.steps import until
+from tests.support.waiting import until
 
 _URL = parse_share_url("valkeys://127.0.0.1:1?prefix=a")
 
