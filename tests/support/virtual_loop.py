@@ -151,6 +151,30 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     handle._run()
         self._now = max(self._now, when)
 
+    def run(self, work: Coroutine[Any, Any, T], within_s: float = 3600.0) -> T:
+        """Runs a coroutine to its end, and returns its result. `within_s` counts virtual seconds.
+
+        Raises:
+            TimeoutError: it has not ended in time, or waits for nothing that is still to come.
+        """
+        asyncio._set_running_loop(self)
+        try:
+            task = self.create_task(work)
+            end = self._now + within_s
+            while not task.done():
+                due = (when for when, _, handle in self._timers if not handle.cancelled())
+                when = self._now if self._ready else min(due, default=end + 1.0)
+                if when > end:
+                    raise TimeoutError(f"the work has not ended within {within_s} virtual seconds")
+                self.run_until(when)
+            return task.result()
+        finally:
+            asyncio._set_running_loop(None)
+
+    def hold_up(self, seconds: float) -> None:
+        """Lets time pass in which the loop runs nothing, as a callback that blocks it does."""
+        self._now += seconds
+
     def left(self) -> list[str]:
         """The callbacks that are still to come."""
         handles = [*self._ready, *(handle for _, _, handle in self._timers)]

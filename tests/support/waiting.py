@@ -1,8 +1,8 @@
 """Waits for conditions within a bound. Tests poll here and nowhere else.
 
-`until`, `stays_true_for` and `stops_changing` are for asyncio; `wait_until` and `wait_stays_true_for` block. A test that
-waits for something calls one of them in place of a sleep: it goes on as soon as the condition holds, and fails with a
-message if it never does. `tests/contract/test_sleeps.py` counts the sleeps that are left elsewhere.
+`until`, `stays_true_for` and `stops_changing` are for asyncio; `wait_until` and `wait_stays_true_for` block. A test
+that waits for something calls one of them in place of a sleep: it goes on as soon as the condition holds, and fails
+with a message if it never does. `tests/contract/test_sleeps.py` counts the sleeps that are left elsewhere.
 """
 
 import asyncio
@@ -36,8 +36,9 @@ async def until(
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
+    bound = asyncio.timeout(within_s)
     try:
-        async with asyncio.timeout(within_s) as bound:
+        async with bound:
             while not await _value(condition):  # noqa: ASYNC110  most of what tests wait for sets no event
                 await asyncio.sleep(pause_s)
     except TimeoutError:

@@ -204,13 +204,13 @@ def test_closing_while_two_calls_are_stuck_ends_within_bounds_and_so_does_the_pr
         import os, signal, sys, time
         from pathlib import Path
         from kvparams_connectors.store import *
+        from tests.support.waiting import wait_until
         store = open_store(sys.argv[1])
         buffers = [memoryview(bytearray(100_000)) for _ in range(2)]
         assert store.put([PutOp(f"key-{n}", (b,)) for n, b in enumerate(buffers)]).result()[0].code is ResultCode.OK
         os.kill(int(sys.argv[2]), signal.SIGSTOP)
         threads = list(Path(f"/proc/{sys.argv[2]}/task").glob("*/stat"))  # they stop one by one; any may still answer
-        while any(each.read_text().rpartition(")")[2].split()[0] != "T" for each in threads):
-            time.sleep(0.001)
+        wait_until(lambda: all(each.read_text().rpartition(")")[2].split()[0] == "T" for each in threads))
         jobs = [store.get([GetOp(f"key-{n}", (b,))], 1.0) for n, b in enumerate(buffers)]
         print({job.result()[0].code.name for job in jobs})
         before = time.monotonic()

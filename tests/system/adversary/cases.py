@@ -3,12 +3,12 @@
 The cases of each group are tables in a module of their own: `upstream_cases.py`, `lifecycle_cases.py`.
 """
 
-import asyncio
-import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from tests.support.waiting import until
 from tests.system.adversary.clients import Client, post
 from tests.system.adversary.engines import Script, Seen
 
@@ -40,14 +40,12 @@ class Stage:
 
     async def at_work(self, role: str, number: int = 1) -> None:
         """Waits until engines of a role work on so many requests of this case."""
-        while len(self.seen(role)) < number:  # noqa: ASYNC110  engines tell nobody
-            await asyncio.sleep(0.01)
+        await until(lambda: len(self.seen(role)) >= number, self.within_s)
 
     async def abandoned(self, within_s: float) -> None:
         """Waits until a decode engine has seen its connection close, or the time is over."""
-        end = time.monotonic() + within_s
-        while not any(seen.left_s for seen in self.seen("decode")) and time.monotonic() < end:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+        with suppress(TimeoutError):
+            await until(lambda: any(seen.left_s for seen in self.seen("decode")), within_s)
 
 
 Act = Callable[[Stage], Awaitable[None]]

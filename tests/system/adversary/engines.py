@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from demo.processes import free_port
+from tests.support.waiting import until
 
 __all__ = [
     "CLOSE",
@@ -194,9 +195,7 @@ class Engine:
         self._server.close()
         for writer in self._writers:
             writer.transport.abort()  # its script ends, and with it the task that asyncio has made
-        async with asyncio.timeout(5):
-            while self._writers:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not self._writers, 5.0)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.add(writer)
@@ -288,11 +287,15 @@ async def _send(data: bytes, reader: asyncio.StreamReader, writer: asyncio.Strea
 
 async def _wait(seconds: float, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Waits, and raises ConnectionResetError as soon as the proxy leaves. What it sends meanwhile is left unread."""
-    end = asyncio.get_running_loop().time() + seconds
-    while (left_s := end - asyncio.get_running_loop().time()) > 0:
-        if reader.at_eof() or reader.exception() is not None or writer.is_closing():
-            raise ConnectionResetError
-        await asyncio.sleep(min(0.02, left_s))
+
+    def has_left() -> bool:
+        return reader.at_eof() or reader.exception() is not None or writer.is_closing()
+
+    if seconds <= 0:
+        return
+    with suppress(TimeoutError):
+        await until(has_left, seconds, pause_s=0.02)
+        raise ConnectionResetError
 
 
 def _parsed(body: bytes) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -15,6 +15,8 @@ import httpx
 
 from demo.client import NO_CERTIFICATES
 from demo.processes import Processes, Server, free_port
+from tests.support.proxy.metrics import metric_becomes
+from tests.support.waiting import until
 from tests.system.adversary.cases import Case, Expect, Stage
 from tests.system.adversary.clients import Answer, Client
 from tests.system.adversary.engines import Engine, Script, Seen
@@ -104,9 +106,7 @@ class Arena:
 
     async def until_ready(self, engines: int) -> None:
         """Waits until so many engines may be chosen."""
-        async with asyncio.timeout(30):
-            while await self.metric("kvparams_proxy_ready") < engines:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await metric_becomes(self, "kvparams_proxy_ready", lambda value: value >= engines, 30.0)
 
     async def metric(self, name: str) -> float:
         """Returns the sum of the series whose line in /metrics begins so."""
@@ -124,13 +124,17 @@ class Arena:
             "leases",
             "releases_running",
         )
-        end = time.monotonic() + within_s
-        while True:
-            left = {name: await self.metric(f"kvparams_proxy_{name}") for name in names}
-            left = {name: value for name, value in left.items() if value}
-            if not left or time.monotonic() > end:
-                return left
-            await asyncio.sleep(0.1)
+        left: dict[str, float] = dict.fromkeys(names, 1.0)
+
+        async def is_idle() -> bool:
+            nonlocal left
+            values = {name: await self.metric(f"kvparams_proxy_{name}") for name in names}
+            left = {name: value for name, value in values.items() if value}
+            return not left
+
+        with suppress(TimeoutError):
+            await until(is_idle, within_s, pause_s=0.1)
+        return left
 
     def usage(self) -> Usage:
         """What the proxy's process holds now."""
@@ -153,9 +157,7 @@ class Arena:
         for case in given:
             if case.alone:
                 results.append(await self._run(case))
-                async with asyncio.timeout(case.within_s):  # its scripts go on for a while
-                    while self._works(self._cases):  # noqa: ASYNC110
-                        await asyncio.sleep(0.02)
+                await until(lambda: not self._works(self._cases), case.within_s)  # its scripts go on for a while
         return results
 
     async def _run(self, case: Case) -> Result:
@@ -188,10 +190,9 @@ class Arena:
     async def _reached(self, case: Case, number: int) -> list[str]:
         """What is wrong with what engines saw."""
         if case.aborts_within_s is not None:
-            end = time.monotonic() + case.aborts_within_s + LATE_S
-            while self._works(number) and time.monotonic() < end:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-            if self._works(number):
+            try:
+                await until(lambda: not self._works(number), case.aborts_within_s + LATE_S)
+            except TimeoutError:
                 return ["an engine goes on for nobody"]
         roles = {seen.role for seen in self._seen(number)}
         if case.reaches == "nobody" and roles:

@@ -10,6 +10,7 @@ import pytest
 
 from demo.client import NO_CERTIFICATES
 from tests.support.stub_engine import Counters, Delays, Engine, StubEngines
+from tests.support.waiting import until
 
 NIXL_ASK = {
     "do_remote_decode": True,
@@ -44,12 +45,14 @@ def events(text: str) -> list[Any]:
     return [json.loads(event.removeprefix("data: ")) for event in text.split("\n\n")[:-2]]
 
 
-async def until(http: httpx.AsyncClient, engine: Engine, **wanted: int) -> None:
-    async with asyncio.timeout(10):
-        while True:
-            counters = (await http.get(engine.url + "/stats")).json()[str(engine.port)]
-            if all(counters[name] == value for name, value in wanted.items()):
-                return
+async def counters_become(http: httpx.AsyncClient, engine: Engine, **wanted: int) -> None:
+    """Waits until the engine's counters have these values."""
+
+    async def are_so() -> bool:
+        counters = (await http.get(engine.url + "/stats")).json()[str(engine.port)]
+        return all(counters[name] == value for name, value in wanted.items())
+
+    await until(are_so)
 
 
 async def test_a_completion_has_the_tokens_asked_for(stub: StubEngines, client: httpx.AsyncClient) -> None:
@@ -171,7 +174,7 @@ async def test_a_client_that_leaves_is_counted_and_leaves_nothing_live(
     async with client.stream("POST", engine.url + "/v1/completions", json=body) as answer:
         await anext(answer.aiter_lines())
         assert engine.counters.live == 1
-    await until(client, engine, live=0, aborted=1)
+    await counters_become(client, engine, live=0, aborted=1)
 
 
 async def test_a_client_that_leaves_before_the_first_token_is_counted_too(
@@ -180,9 +183,9 @@ async def test_a_client_that_leaves_before_the_first_token_is_counted_too(
     engine = stub.engines[0]
     stub.delays.prefill_ms = 60_000
     request = asyncio.create_task(post(client, engine.url, kv_transfer_params=NIXL_ASK))
-    await until(client, engine, live=1)
+    await counters_become(client, engine, live=1)
     request.cancel()
-    await until(client, engine, live=0, aborted=1)
+    await counters_become(client, engine, live=0, aborted=1)
 
 
 async def test_a_client_that_does_not_read_stops_the_stream_and_reading_on_gets_all_of_it(
@@ -195,7 +198,7 @@ async def test_a_client_that_does_not_read_stops_the_stream_and_reading_on_gets_
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
     )
     writer.write(body)
-    await until(client, engine, live=1)
+    await counters_become(client, engine, live=1)
     for _ in range(10_000):  # twice the turns it takes to write all of it, were nothing in the way
         await asyncio.sleep(0)
     assert engine.counters.live == 1

@@ -20,6 +20,7 @@ import pytest
 from demo.processes import Processes, Server, free_port
 from tests.support.stub_connection import Delays, Engine
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 from tests.system.chaos.cluster import Usage, usage
 from tests.system.chaos.ways import WAYS, Way
 
@@ -74,9 +75,7 @@ class Ledger:
 
     async def heard(self, user: str, what: str) -> float:
         """Wait, bounded, until it has happened; when that was."""
-        async with asyncio.timeout(10):
-            while (user, what) not in self.at:  # noqa: ASYNC110  a poll costs less than an event for each of them
-                await asyncio.sleep(0.001)
+        await until(lambda: (user, what) in self.at, pause_s=0.001)
         return self.at[user, what]
 
 
@@ -151,9 +150,7 @@ class Rig:
 
     async def settled(self) -> None:
         """Nothing is live, nothing is held: within two seconds."""
-        async with asyncio.timeout(2):
-            while self.live or self.ledger.held:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await until(lambda: not self.live and not self.ledger.held, 2.0)
 
     @property
     def live(self) -> int:

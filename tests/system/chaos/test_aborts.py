@@ -6,7 +6,6 @@ The engines are real ones, which report what is in flight and how much of their 
 import asyncio
 import json
 import random
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import until
 from tests.system.chaos.backings import FileBacking
 from tests.system.chaos.cluster import Cluster
 from tests.system.chaos.ways import WAYS, Way
@@ -62,11 +62,11 @@ async def leave(port: int, phase: str, number: int, draw: random.Random) -> None
 
 async def settled(cluster: Cluster) -> float:
     """How long it takes until nothing is in flight or in use."""
-    began_s = time.monotonic()
-    async with asyncio.timeout(20):
-        while await cluster.busy():  # noqa: ASYNC110  other processes say nothing when they are done
-            await asyncio.sleep(0.02)
-    return time.monotonic() - began_s
+
+    async def is_idle() -> bool:
+        return not await cluster.busy()
+
+    return await until(is_idle, 20.0, pause_s=0.02)
 
 
 async def left_from(cluster: Cluster) -> dict[str, float]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.connectors.valkey_server import ValkeyServer
+from tests.support.waiting import until
 from tests.system.chaos.backings import Backing, FileBacking, ValkeyBacking
 from tests.system.chaos.cluster import Cluster, Usage
 from tests.system.chaos.faults import Fault, schedule
@@ -116,9 +117,11 @@ async def chaos(cluster: Cluster, faults: list[Fault], began_s: float) -> None:
 
 async def calm(cluster: Cluster) -> Usage:
     """What the proxy holds when nothing is in flight, apart from connections that it keeps for the next requests."""
-    async with asyncio.timeout(20):
-        while await cluster.busy():  # noqa: ASYNC110  other processes say nothing when they are done
-            await asyncio.sleep(0.1)
+
+    async def is_idle() -> bool:
+        return not await cluster.busy()
+
+    await until(is_idle, 20.0, pause_s=0.05)
     seen = await cluster.counted()
     kept = sum(value for name, value in seen.items() if name.startswith("kvparams_proxy_engine_connections"))
     found = cluster.usage()

@@ -2,13 +2,14 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
 from demo.processes import Processes, Server
+from tests.support.waiting import until
 
 LIMIT_S = 60.0
 IN_FLIGHT = "reference_engine:requests_in_flight"
@@ -59,12 +60,6 @@ def body(seed: int, tokens: int, **more: Any) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": 12, "temperature": 0, "ignore_eos": True, **more}
 
 
-async def until(true: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not await true():  # noqa: ASYNC110  engines tell nobody
-            await asyncio.sleep(0.01)
-
-
 async def metric(client: httpx.AsyncClient, server: Server, name: str) -> float:
     text = (await client.get(f"{server.url}/metrics")).text
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
@@ -84,7 +79,7 @@ async def meeting(client: httpx.AsyncClient, fleet: Fleet) -> Server:
         found[:] = [each for each in fleet.decode if await metric(client, each, IN_FLIGHT)]
         return bool(found) and await metric(client, fleet.prefill, IN_FLIGHT) > 0
 
-    await until(both)
+    await until(both, LIMIT_S)
     return found[0]
 
 
@@ -123,7 +118,7 @@ async def test_who_leaves_while_engines_meet_leaves_nothing_on_either(fleet: Fle
     async def idle() -> bool:
         return not any([await metric(client, each, IN_FLIGHT) for each in (fleet.prefill, *fleet.decode)])
 
-    await until(idle)
+    await until(idle, LIMIT_S)
     assert await metric(client, fleet.together, "kvparams_proxy_in_flight") == 0
 
 

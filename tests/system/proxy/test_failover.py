@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.proxy.acting import FAULTS, Fault, leg_limit_s
 from tests.support.proxy.stage import StartStage, text_of
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize(
@@ -92,10 +93,12 @@ async def test_an_engine_that_refuses_probes_gets_no_work_until_it_is_back(stage
     assert len(sound.bodies) == 6
     broken.faults = 0
     await broken.begin()
-    async with asyncio.timeout(10):
-        while len(broken.bodies) < 3:
-            assert (await found.ask()).status_code == 200
-            await asyncio.sleep(0.01)
+
+    async def is_used_again() -> bool:
+        assert (await found.ask()).status_code == 200
+        return len(broken.bodies) >= 3
+
+    await until(is_used_again)
 
 
 # nobody else may be asked

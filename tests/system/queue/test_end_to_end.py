@@ -10,6 +10,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from tests.support.waiting import until
 from tests.system.chaos.streams import Question, ask, question
 from tests.system.queue.cluster import Cluster
 from tests.system.queue.rabbitmq import RabbitMQ
@@ -108,12 +109,13 @@ async def test_a_prefill_engine_that_is_killed_in_the_middle_of_requests_loses_n
     await until_in_flight(cluster, 4)
     node.engine.process.send_signal(signal.SIGSTOP)
     tasks += [asyncio.create_task(ask(node.port, each, DEADLINE_S)) for each in asked[4:]]
-    async with asyncio.timeout(DEADLINE_S), httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
-        while True:
+    async with httpx.AsyncClient(trust_env=False, timeout=10.0) as client:
+
+        async def has_four() -> bool:
             text = (await client.get(f"http://127.0.0.1:{node.port}/metrics")).text
-            if f'kvparams_proxy_in_flight{{instance="{node.name}",role="prefill"}} 4.0' in text:
-                break
-            await asyncio.sleep(0.02)
+            return f'kvparams_proxy_in_flight{{instance="{node.name}",role="prefill"}} 4.0' in text
+
+        await until(has_four, DEADLINE_S)
     node.engine.process.kill()
     node.engine.process.wait(10)
     try:
@@ -152,9 +154,11 @@ async def in_flight(cluster: Cluster) -> float:
 
 async def until_in_flight(cluster: Cluster, number: int) -> None:
     """Wait until they are so many."""
-    async with asyncio.timeout(DEADLINE_S):
-        while await in_flight(cluster) != number:  # noqa: ASYNC110  engines tell nobody
-            await asyncio.sleep(0.05)
+
+    async def are_so_many() -> bool:
+        return await in_flight(cluster) == number
+
+    await until(are_so_many, DEADLINE_S, pause_s=0.02)
 
 
 async def cancelled(cluster: Cluster) -> float:

@@ -16,6 +16,7 @@ import pytest
 
 from demo.processes import Server, free_port
 from tests.support.connectors.valkey_server import ValkeyServer
+from tests.support.waiting import until
 from tests.system.chaos.streams import Asked, Question, ask
 from tests.system.queue.cluster import Cluster
 from tests.system.queue.rabbitmq import RabbitMQ
@@ -61,8 +62,7 @@ async def test_nothing_is_lost_while_nodes_are_killed_and_the_broker_goes_away(
             storm = asyncio.create_task(cluster.storm(EVERY_S, over, random.Random(3)))
             load = asyncio.create_task(asked_all(cluster.prefill[0].port, these, number, seen, AT_ONCE))
             for part, end in ((1, own_broker.stop), (2, own_broker.kill)):
-                while len(seen) < number * part // 3:  # noqa: ASYNC110  it tells nobody
-                    await asyncio.sleep(0.1)
+                await until(lambda part=part: len(seen) >= number * part // 3, DEADLINE_S)
                 await asyncio.to_thread(end)
                 await asyncio.to_thread(own_broker.start)
             took_s = await load

@@ -23,6 +23,7 @@ from demo.processes import Processes, Server, free_port
 from kvparams.peer_reads import peer_source_members
 from kvparams.signing.keyring import SigningKey, SigningKeyring
 from kvparams.signing.keyring_file import create_keyring
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -127,9 +128,11 @@ async def test_an_engine_that_restarts_is_forgotten_and_salts_share_nothing(tmp_
                 command = ("-m", "reference_engine", "--id", engine.name, "--role", "prefill", "--port", port)
                 again = processes.start(engine.name, sys.executable, *command, "--store", site.store, port=int(port))
                 await asyncio.to_thread(processes.wait_ready, again)
-            async with asyncio.timeout(20):
-                while (await client.get(f"{site.proxy.url}/health")).status_code != 200:  # noqa: ASYNC110  it tells nobody
-                    await asyncio.sleep(0.05)
+
+            async def is_healthy() -> bool:
+                return (await client.get(f"{site.proxy.url}/health")).status_code == 200
+
+            await until(is_healthy, 20.0, pause_s=0.02)
             assert await believed("a") == 0
 
 
@@ -222,12 +225,14 @@ async def test_what_a_busy_engine_has_in_its_memory_is_read_by_another_one(tmp_p
             unlike = draw(4000)
             long = asyncio.create_task(ask_proxy(unlike))
             busy: list[Server] = []
-            async with asyncio.timeout(10):
-                while not busy:
-                    await asyncio.sleep(0.01)
-                    for each in prefill:
-                        if (await scrape(client, each.url))["reference_engine:requests_in_flight"]:
-                            busy.append(each)
+
+            async def is_busy() -> bool:
+                for each in prefill:
+                    if (await scrape(client, each.url))["reference_engine:requests_in_flight"]:
+                        busy.append(each)
+                return bool(busy)
+
+            await until(is_busy)
             (owner,) = busy
             (other,) = (each for each in prefill if each is not owner)
             asked = [*known[owner.name], *draw(100)]

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from tests.support.waiting import until
+
 __all__ = ["served"]
 
 
@@ -26,10 +28,8 @@ async def served(app: ASGIApp, *, lifespan: bool = True) -> AsyncGenerator[str]:
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        async with asyncio.timeout(20):
-            while not server.started:
-                assert not task.done(), "the server has ended"
-                await asyncio.sleep(0.01)
+        await until(lambda: server.started or task.done(), 20.0)
+        assert not task.done(), "the server has ended"
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True

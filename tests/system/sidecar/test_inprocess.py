@@ -17,6 +17,7 @@ from kvparams_proxy.sidecar.inprocess import InProcessUpstream
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.interface import ExchangeHandle, Upstream
 from kvparams_proxy.upstream.types import ResponseHead, UpstreamError, UpstreamLimits, UpstreamTimeout
+from tests.support.waiting import stays_true_for, stops_changing, until
 from tests.system.sidecar.serving import served
 
 WAYS = ("http", "in-process")
@@ -216,7 +217,7 @@ async def aborted_while_paused(upstream: Upstream, sink: Heard, app: App) -> Non
     handle = post(upstream, sink)
     await sink.some.wait()
     handle.pause()
-    await asyncio.sleep(0.01)
+    await stays_true_for(0.01, lambda: not app.left.is_set())
     handle.abort(UpstreamError("the client has left"))
     await app.left.wait()
     sink.body = sink.body[:1]
@@ -358,14 +359,9 @@ async def test_a_paused_app_is_held_up_within_a_fixed_buffer(way: str) -> None:
         handle = post(upstream, sink)
         await sink.some.wait()
         handle.pause()
-        before = -1
-        while said != before:  # until it is stuck
-            before = said
-            await asyncio.sleep(0.2)
-        assert said < total // 2
+        assert await stops_changing(lambda: said, 0.2) < total // 2  # it is stuck
         heard = len(sink.body)
-        await asyncio.sleep(0.05)
-        assert len(sink.body) == heard
+        await stays_true_for(0.05, lambda: len(sink.body) == heard)
         handle.resume()
         await sink.over.wait()
     assert len(sink.body) == total
@@ -399,8 +395,8 @@ async def test_a_call_given_up_before_it_began_is_never_seen() -> None:
     async with reached("in-process", app) as upstream:
         handle = post(upstream, sink)
         handle.abort(UpstreamError("the client has left"))
-        await asyncio.sleep(0.01)
-        assert upstream.open_connections == 0
+        await until(lambda: upstream.open_connections == 0)
+        await stays_true_for(0.01, lambda: not app.scopes)
     assert not app.scopes
     (error,) = sink.ends
     assert error is not None

@@ -10,6 +10,7 @@ import pytest
 from demo.client import JSON, ask, ask_stream, scrape
 from demo.processes import Server
 from kvparams.instances import Role
+from tests.support.waiting import until
 from tests.system.sidecar.places import Place
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -26,16 +27,16 @@ GAUGES = ("reference_engine:requests_in_flight", "reference_engine:kv_blocks_in_
 
 async def idle(client: httpx.AsyncClient, beside: Place) -> None:
     """Wait until neither engine runs or holds anything, and the proxy has no request; in 2 s, or it has failed."""
-    async with asyncio.timeout(2):
-        while True:
-            seen = [await scrape(client, url) for url in (beside.prefill, beside.decode)]
-            proxy = await scrape(client, beside.ours)
-            busy = [metrics[name] for metrics in seen for name in GAUGES]
-            busy += [value for name, value in proxy.items() if name.startswith("kvparams_proxy_in_flight")]
-            assert len(busy) > len(GAUGES) * 2
-            if not any(busy):
-                return
-            await asyncio.sleep(0.02)
+
+    async def is_idle() -> bool:
+        seen = [await scrape(client, url) for url in (beside.prefill, beside.decode)]
+        proxy = await scrape(client, beside.ours)
+        busy = [metrics[name] for metrics in seen for name in GAUGES]
+        busy += [value for name, value in proxy.items() if name.startswith("kvparams_proxy_in_flight")]
+        assert len(busy) > len(GAUGES) * 2
+        return not any(busy)
+
+    await until(is_idle, 2.0)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -67,6 +67,28 @@ def test_the_clock_jumps_and_order_is_kept(loop: VirtualLoop) -> None:
     assert loop.left() == []
 
 
+def test_a_coroutine_runs_in_virtual_time_to_its_end_or_its_bound(loop: VirtualLoop) -> None:
+    begin = loop.time()
+
+    async def work() -> float:
+        await asyncio.sleep(3000.0)
+        return asyncio.get_running_loop().time()
+
+    assert loop.run(work()) == begin + 3000.0
+    with pytest.raises(TimeoutError):
+        loop.run(work(), within_s=2999.0)
+
+
+def test_timers_are_late_when_the_loop_was_held_up(loop: VirtualLoop) -> None:
+    heard: list[float] = []
+    begin = loop.time()
+    loop.call_later(1.0, lambda: heard.append(loop.time() - begin))
+    loop.hold_up(5.0)
+    assert heard == []
+    loop.run_until(loop.time())
+    assert heard == [5.0]
+
+
 def test_a_moment_without_an_end_is_noticed(loop: VirtualLoop) -> None:
     def again() -> None:
         loop.call_soon(again)

@@ -6,8 +6,7 @@ The proxies and engines are real processes, with a real store between the engine
 import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -221,16 +220,9 @@ def test_an_engine_that_is_upgraded_and_set_back_is_spoken_to_in_what_it_speaks_
     try:
         for target, version in ((new.tap.target, NEXT), (port, PROTOCOL_VERSION)):
             old.tap.move(target)
-            until(lambda version=version: written() == version)
+            wait_until(lambda version=version: written() == version, 60.0)
     finally:
         old.tap.move(port)
-
-
-def until(true: Callable[[], bool], within_s: float = 60) -> None:
-    """Ask again and again, within bounds."""
-    deadline = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline
 
 
 @pytest.mark.parametrize("command", ["validate", "explain"])

@@ -16,6 +16,7 @@ from kvparams_proxy.config.settings import default_spec_rules
 from kvparams_proxy.secret import Secret
 from tests.support.processor import is_within
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 
 TOKEN = "admin-token-of-this-test"
 HEADERS = {"authorization": f"Bearer {TOKEN}"}
@@ -48,9 +49,10 @@ class Admin:
         return error["message"]
 
     async def ready(self, id: str) -> None:
-        async with asyncio.timeout(10):
-            while (await self.ask("GET", f"/instances/{id}"))["state"] != "ready":  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        async def is_ready() -> bool:
+            return (await self.ask("GET", f"/instances/{id}"))["state"] == "ready"
+
+        await until(is_ready)
 
     async def sources(self) -> dict[str, Any]:
         return {source["name"]: source for source in (await self.ask("GET", ""))["sources"]}
@@ -243,9 +245,12 @@ async def test_the_file_is_followed_and_its_troubles_are_shown(
     path.write_text(text % urls(stub, Role.DECODE)[1])
     await admin.ready("filed")
     path.write_text("instances: [")
-    async with asyncio.timeout(10):
-        while not (sources := await admin.sources())["file"]["problems"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+
+    async def is_refused() -> bool:
+        return bool((await admin.sources())["file"]["problems"])
+
+    await until(is_refused)
+    sources = await admin.sources()
     assert "not valid YAML" in sources["file"]["problems"][0]
     assert (sources["file"]["applied"], sources["file"]["refused"]) == (2, 1)
     assert "filed" in await admin.ids()

@@ -19,6 +19,7 @@ from kvparams_proxy.secret import secret_from_file
 from tests.support.proxy.acting import Actor
 from tests.support.proxy.fixtures import Proxy, running
 from tests.support.proxy.stage import BODY, COMPLETIONS
+from tests.support.waiting import stays_true_for, until
 from tests.unit.proxy.cli.test_command import asked, problems
 
 
@@ -57,7 +58,8 @@ class Bootstrap:
                 self.heads.append(await reader.readuntil(b"\r\n\r\n"))
                 self.asked += 1
                 if self.silent:
-                    await asyncio.sleep(60)
+                    await reader.read()  # until the proxy leaves
+                    return
                 ranks = {"0": {"engine_id": self.engine_id, "worker_addr": {"0": {"0": "tcp://h:1"}}}}
                 body = json.dumps(ranks).encode() if self.answer is None else self.answer
                 writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
@@ -78,11 +80,15 @@ class Scene:
         return await self.proxy.client.post(COMPLETIONS, json=BODY)
 
     async def until(self, true: Callable[[Any], bool]) -> Any:
-        """Ask until the answer is as it is waited for."""
-        async with asyncio.timeout(10):
-            while not true(got := await self.ask()):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        return got
+        """Asks until `true` holds of an answer, and returns that answer."""
+        answers: list[Any] = []
+
+        async def holds() -> bool:
+            answers.append(await self.ask())
+            return true(answers[-1])
+
+        await until(holds, seen=lambda: answers[-1].text)
+        return answers[-1]
 
     def told(self) -> dict[str, Any]:
         """What the last decode leg was told."""
@@ -157,9 +163,8 @@ async def test_without_it_the_engine_is_given_no_work_and_the_log_says_why(
     assert "prefill" in got.json()["error"]["message"]
     assert found.bootstrap.url not in got.text
     said = [one for one in caplog.messages if "gets no requests" in one]
-    await asyncio.sleep(0.5)
-    assert said == [one for one in caplog.messages if "gets no requests" in one], "said once"
     assert len(said) == 1
+    await stays_true_for(0.5, lambda: said == [one for one in caplog.messages if "gets no requests" in one])
     if broken == "gone":
         await found.bootstrap.begin()
     found.bootstrap.silent, found.bootstrap.answer = False, None

@@ -12,6 +12,7 @@ import pytest
 from kvparams_proxy.config.mode_parsing import parse_mode_flag
 from tests.support.proxy.acting import Fault, leg_limit_s
 from tests.support.proxy.stage import CHATS, COMPLETIONS, StartStage, events_of
+from tests.support.waiting import stops_changing, until
 
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 UNRESUMABLE: dict[str, dict[str, Any]] = {
@@ -228,14 +229,9 @@ async def test_a_stream_that_goes_on_waits_for_a_client_who_takes_nothing(
         generate = state["generate"]["/v1/completions"]
         client = Slow()
         generate.handle(generate.admit([(b"content-type", b"application/json")]), body, client)
-        while not other.bodies:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-        before = -1
-        while before != read:  # until the second engine is stalled, or through
-            before = read
-            await asyncio.sleep(0.3)
-        assert read < 20_000_000, "the second engine was read although the client took nothing"
+        await until(lambda: other.bodies)
+        stalled_at = await stops_changing(lambda: read, 0.3)
+        assert stalled_at < 20_000_000, "the second engine was read although the client took nothing"
         client.watcher.client_ready()
-        while not client.ended:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: client.ended, 60.0)
     assert (read, client.got) == (30_000_000, 1)

@@ -18,6 +18,7 @@ from kvparams_proxy.server.app import create_app
 from tests.support.proxy.fixtures import answer, instance
 from tests.support.proxy.served import Served, serving
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 from tests.system.proxy.config.test_signed import RESULT
 from tests.system.proxy.test_legs import ANSWER
 
@@ -73,9 +74,7 @@ async def test_streams_end_within_the_grace(stub: StubEngines, number: signal.Si
     async with serving(stub) as served:
         streams = [await Asked.begin(served, 60) for _ in range(20)]
         served.process.send_signal(number)
-        async with asyncio.timeout(5):
-            while not await refused(served.port):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: refused(served.port))
         ends = await asyncio.gather(*(each.rest() for each in streams))
         assert all(text.count("data: [DONE]") == 1 and "error" not in text for text in ends)
         output = await served.output()
@@ -88,9 +87,12 @@ async def test_health_says_draining_while_requests_are_still_taken(stub: StubEng
     stub.delays.itl_ms = 20
     async with serving(stub, "--drain-delay", "2") as served:
         served.process.terminate()
-        async with asyncio.timeout(5):
-            while (said := await served.client.get("/health")).status_code != 503:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+
+        async def is_draining() -> bool:
+            return (await served.client.get("/health")).status_code == 503
+
+        await until(is_draining)
+        said = await served.client.get("/health")
         assert said.json() == {"status": "draining"}
         for _ in range(5):
             body = {"model": "stub", "prompt": "x", "max_tokens": 3}
@@ -121,12 +123,10 @@ async def test_what_is_cut_is_told_who_cut_it(stub: StubEngines, flags: tuple[st
         half[1].write(raw({"model": "stub", "prompt": "x", "max_tokens": 2}, sent=10))
         head = await asyncio.open_connection("127.0.0.1", served.port)
         head[1].write(raw({"model": "stub"})[:40])
-        async with asyncio.timeout(10):
-            while sum(engine.counters.live for engine in stub.engines) < 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: sum(engine.counters.live for engine in stub.engines) >= 2)
         served.process.terminate()
         if how == "a second signal":
-            await asyncio.sleep(0.5)
+            await until(lambda: refused(served.port))  # it has begun to shut down
             served.process.terminate()
         text = await stream.rest()
         event = json.loads(re.findall(r"data: (\{.*\})", text)[-1])
@@ -138,9 +138,7 @@ async def test_what_is_cut_is_told_who_cut_it(stub: StubEngines, flags: tuple[st
             assert b'"shutting_down"' in said
             writer.close()
         output = await served.output()
-        async with asyncio.timeout(10):
-            while any(engine.counters.live for engine in stub.engines):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: not any(engine.counters.live for engine in stub.engines))
     lines = {(line["outcome"], line["error"]) for line in logged(output)}
     assert {("midway", "shutting_down"), ("failed", "shutting_down")} <= lines
     assert "decode engine" not in output, "no engine is blamed"

@@ -14,6 +14,7 @@ from kvparams.replication.messages import MessageAuthenticator, MessageKind
 from tests.support.connectors.valkey_server import ValkeyServer
 from tests.support.processes import Processes
 from tests.support.proxy.shared_processes import SharedProcesses
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -31,12 +32,8 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
 
 
 async def _until(condition: Callable[[], bool], within_s: float = 10.0) -> float:
-    """Waits until it is so, and returns the seconds; AssertionError if it never is."""
-    began = time.monotonic()
-    while not await asyncio.to_thread(condition):
-        assert time.monotonic() - began < within_s, "what was waited for did not come"
-        await asyncio.sleep(0.05)
-    return time.monotonic() - began
+    """Waits for a condition that blocks, and returns how many seconds that took."""
+    return await until(lambda: asyncio.to_thread(condition), within_s, pause_s=0.05)
 
 
 async def test_a_proxy_that_is_killed_is_missed_by_the_others_and_by_nobody_else(

@@ -340,9 +340,7 @@ async def test_what_is_no_event_costs_itself_alone(at: tuple[int, int], caplog: 
             await site.becomes(320)
             publisher.garble()
             publisher.say(stored(PROMPT[320:640], front=PROMPT[:320]))
-            async with asyncio.timeout(20):
-                while not site.events.stats()["p0"].refused:  # noqa: ASYNC110  nobody tells
-                    await asyncio.sleep(0.01)
+            await until(lambda: site.events.stats()["p0"].refused, 20.0)
             assert "invalid KV events" in caplog.text
             publisher.say(stored(PROMPT[:640]))
             await site.becomes(640)
@@ -365,9 +363,7 @@ async def test_very_much_at_once_holds_up_nobody(at: tuple[int, int]) -> None:
             task = asyncio.create_task(beside())
             publisher.say(stored(tokens, block=16))
             start = tokens[: 1 << 17]
-            async with asyncio.timeout(20):
-                while site.cached(start)[0] < (1 << 17) - 64:  # noqa: ASYNC110  as above
-                    await asyncio.sleep(0.001)
+            await until(lambda: site.cached(start)[0] >= (1 << 17) - 64, 20.0, pause_s=0.001)
             task.cancel()
     assert max(turns_s) < scaled_s(0.02) < sum(turns_s)
 
@@ -512,23 +508,27 @@ async def test_a_flood_is_held_back_and_not_kept(at: tuple[int, int]) -> None:
     try:
         with Publisher(at) as publisher:
             listening.subscribe("p0", PublishedAt(f"tcp://127.0.0.1:{at[0]}", None))
-            async with asyncio.timeout(20):
-                while not listening.counts("p0")[0]:  # noqa: ASYNC110  nobody tells
-                    await asyncio.sleep(0.01)
-                large = stored([7] * 700_000, block=700_000)
-                while listening.pending_weight < 1 << 17:
+            await until(lambda: listening.counts("p0")[0], 20.0)
+            large = stored([7] * 700_000, block=700_000)
+
+            def is_full() -> bool:
+                if listening.pending_weight < 1 << 17:
                     publisher.say(large)
-                    await asyncio.sleep(0.01)
+                return listening.pending_weight >= 1 << 17
+
+            await until(is_full, 20.0, pause_s=0.01)
             for _ in range(20):
                 publisher.say(large)
             before = listening.counts("p0")[1]
             assert 8 <= before <= 40
             assert listening.pending_weight < 2 << 17
-            async with asyncio.timeout(20):
-                while listening.pending_weight >= 1 << 17:  # the control: there is room again, and it goes on
-                    assert listening.take_batch() is not None
-                while listening.counts("p0")[1] == before:
-                    publisher.say(large)
-                    await asyncio.sleep(0.01)
+            while listening.pending_weight >= 1 << 17:  # the control: there is room again, and it goes on
+                assert listening.take_batch() is not None
+
+            def goes_on() -> bool:
+                publisher.say(large)
+                return listening.counts("p0")[1] != before
+
+            await until(goes_on, 20.0, pause_s=0.01)
     finally:
         listening.close()

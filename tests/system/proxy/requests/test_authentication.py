@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import unicodedata
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -33,6 +32,7 @@ from kvparams_proxy.requests.authentication import (
     tenant_cache_salt,
 )
 from tests.support.proxy.fixtures import answer
+from tests.support.waiting import until
 
 NOW = datetime(2026, 5, 1, tzinfo=UTC)
 
@@ -47,12 +47,6 @@ def add(path: Path, tenant: str, *, priority: int = 0, expires: datetime | None 
 
 def bearer(key: str) -> bytes:
     return b"Bearer " + key.encode()
-
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110  a file says nothing when it changes
-            await asyncio.sleep(0.002)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import pytest
 
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.requests.body import BodyBudget, RequestBody
+from tests.support.proxy.metrics import metric_becomes
 from tests.support.proxy.served import Served, serving
 from tests.support.stub_engine import StubEngines
 from tests.support.waiting import until
@@ -30,17 +31,12 @@ async def part_of_a_body(port: int, raw: bytes) -> asyncio.StreamWriter:
 
 async def held(served: Served, mib: float) -> None:
     """Waits until the proxy holds so much of bodies."""
-    async with asyncio.timeout(20):
-        while await served.metric("kvparams_proxy_body_bytes ") < mib * MIB:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await metric_becomes(served, "kvparams_proxy_body_bytes ", lambda value: value >= mib * MIB, 20.0)
 
 
 async def released(served: Served) -> None:
-    async with asyncio.timeout(20):
-        while await served.metric("kvparams_proxy_body_bytes "):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-        while await served.metric("kvparams_proxy_client_connections ") > 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await metric_becomes(served, "kvparams_proxy_body_bytes ", 0.0, 20.0)
+    await metric_becomes(served, "kvparams_proxy_client_connections ", lambda value: value <= 1, 20.0)
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ from kvparams_proxy.requests.endpoints import EndpointKind, one_token_changes
 from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
 from kvparams_proxy.tokenization.engine_tokenizer import build_tokenize_body
 from tests.support.proxy.fixtures import JSON, Proxy, answer
+from tests.support.proxy.metrics import metric_becomes
 from tests.support.proxy.served import serving
 from tests.support.proxy.steps import drained, read_all
 from tests.support.stub_engine import StubEngines
@@ -277,12 +278,9 @@ async def test_whoever_leaves_while_its_body_is_read_leaves_nothing(stubbed: Pro
         await writer.drain()
         await asyncio.sleep(after_s)
         writer.transport.abort()
-    async with asyncio.timeout(10):
-        for name in ("kvparams_proxy_body_bytes ", "kvparams_proxy_in_flight"):
-            while await stubbed.metric(name):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        while await stubbed.metric("kvparams_proxy_client_connections ") > 1:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    for name in ("kvparams_proxy_body_bytes ", "kvparams_proxy_in_flight"):
+        await metric_becomes(stubbed, name)
+    await metric_becomes(stubbed, "kvparams_proxy_client_connections ", lambda value: value <= 1)
     short = {"model": "stub", "prompt": "x", "max_tokens": 2}
     assert (await stubbed.client.post("/v1/completions", json=short)).status_code == 200
 

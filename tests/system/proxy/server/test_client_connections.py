@@ -12,6 +12,7 @@ from kvparams_proxy.server.connections import HEAD_S, ClientConnections, Connect
 from kvparams_proxy.server.file_descriptors import backlog_for, connections_for, descriptors_for, refusals_for
 from tests.support.proxy.served import serving
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 
 BODY = {"model": "stub", "prompt": "x", "max_tokens": 2}
 
@@ -135,7 +136,7 @@ async def test_connections_that_are_busy_are_not_given_up_for_others(stub: StubE
 
         await served.client.aclose()
         streams = [asyncio.create_task(asked()) for _ in range(4)]
-        await asyncio.sleep(1)
+        await until(lambda: sum(engine.counters.live for engine in stub.engines) == len(streams))
         for _ in range(5):
             reader, writer = await connect(served.port)
             writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -16,7 +15,9 @@ from kvparams_proxy.server import http_protocol
 from kvparams_proxy.server.connections import ClientConnections, ConnectionLimits
 from kvparams_proxy.server.http_protocol import HTTPProtocol, ServerContext
 from kvparams_proxy.server.request_handler import Admission
+from tests.support.proxy.metrics import metric_becomes
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import stops_changing, until
 
 BODY: dict[str, Any] = {"model": "stub", "prompt": "x", "max_tokens": 200}
 GOOD = json.dumps(
@@ -39,13 +40,6 @@ def request(body: dict[str, Any]) -> bytes:
     raw = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     return (head % len(raw)).encode() + raw
-
-
-async def until(true: Callable[[], bool]) -> None:
-    """Wait, bounded, until something is so."""
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110  what is waited for is in another task's hands and says nothing
-            await asyncio.sleep(0.005)
 
 
 def live(stub: StubEngines) -> int:
@@ -103,9 +97,7 @@ async def test_kv_of_a_prefill_whose_answer_was_on_its_way_is_given_back(
         await prefilling.wait()
     writer.transport.abort()
     await until(lambda: bool(ends))
-    async with asyncio.timeout(5):
-        while await running.metric("kvparams_proxy_in_flight"):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await metric_becomes(running, "kvparams_proxy_in_flight")
     if dialect == "nixl":
         await until(lambda: len(consumer.bodies) == 1)
         released = json.loads(consumer.bodies[0])
@@ -142,9 +134,7 @@ async def test_kv_that_was_computed_anew_is_given_back_too(scripted: Any, proxy:
     assert sum(len(each.bodies) for each in consumers) == 1
     writer.transport.abort()
     await until(lambda: sum(len(each.bodies) for each in consumers) == 2)
-    async with asyncio.timeout(5):
-        while await running.metric("kvparams_proxy_in_flight"):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await metric_becomes(running, "kvparams_proxy_in_flight")
 
 
 async def test_a_prefill_that_was_heard_out_and_is_no_json_is_not_tried_again(scripted: Any, proxy: Any) -> None:
@@ -163,8 +153,7 @@ async def test_a_prefill_that_was_heard_out_and_is_no_json_is_not_tried_again(sc
     async with asyncio.timeout(5):
         await asked[0].wait()
         writer.transport.abort()
-        while await running.metric('kvparams_proxy_requests_total{outcome="gone"}') == 0:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await metric_becomes(running, 'kvparams_proxy_requests_total{outcome="gone"}', lambda value: value > 0)
     assert not asked[1].is_set()
     assert await running.metric("kvparams_proxy_in_flight") == 0
 
@@ -273,12 +262,7 @@ async def test_a_client_that_sends_on_without_reading_is_not_answered_into_memor
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port, limit=1 << 16)
     writer.write(request(BODY) * 60)
     await reader.readuntil(b"x" * 100)
-    before = -1
-    async with asyncio.timeout(20):
-        while asked != before:  # until nothing is asked any more
-            before = asked
-            await asyncio.sleep(0.3)
-    assert asked < 30
+    assert await stops_changing(lambda: asked, 0.3) < 30
     received = 0  # The control: all are answered once the client reads.
     async with asyncio.timeout(30):
         while received < 60 * len(big) and (piece := await reader.read(1 << 20)):
@@ -311,12 +295,7 @@ async def test_a_slow_client_throttles_its_engine_within_a_fixed_buffer(scripted
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port, limit=1 << 16)
     writer.write(request(BODY | {"stream": True}))
     await reader.readuntil(b"data: ")
-    before = -1
-    async with asyncio.timeout(20):
-        while said != before:  # until the engine is stuck
-            before = said
-            await asyncio.sleep(0.3)
-    assert said < total // 2
+    assert await stops_changing(lambda: said, 0.3) < total // 2  # the engine is stuck
     # The control: it was the client that held it up. It reads to the end of the stream, and all of it arrives.
     received, tail = 0, b""
     async with asyncio.timeout(60):
@@ -371,12 +350,7 @@ async def test_answers_that_a_client_does_not_take_are_not_heaped_up(
     raw = b"POST /x HTTP/1.1\r\nhost: x\r\nx: %b\r\ncontent-length: 2\r\n\r\n{}" % (b"y" * 900)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1 << 14)
     writer.write(raw * number)
-    before = -1
-    async with asyncio.timeout(10):
-        while endpoint.asked != before:  # until nothing is answered any more
-            before = endpoint.asked
-            await asyncio.sleep(0.1)
-    assert 0 < before < number / 2
+    assert 0 < await stops_changing(lambda: endpoint.asked, 0.1) < number / 2
     received = 0
     async with asyncio.timeout(30):
         if reads:

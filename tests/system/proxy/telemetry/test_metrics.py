@@ -37,6 +37,8 @@ from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.types import UpstreamLimits
 from kvparams_proxy.workers.metrics_hub import WorkerGauges
 from tests.support.proxy.acting import Actor, Fault, leg_limit_s
+from tests.support.proxy.metrics import metric_becomes
+from tests.support.virtual_loop import VirtualLoop
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 NAME = re.compile(r"(?:kvparams_proxy_|vllm:)\w+")
@@ -61,9 +63,7 @@ class Stage:
 
     async def becomes(self, name: str, value: float) -> None:
         """Wait, bounded, until a metric has this value."""
-        async with asyncio.timeout(5):
-            while await self.value(name) != value:  # noqa: ASYNC110  a scrape is all there is
-                await asyncio.sleep(0.01)
+        await metric_becomes(self.running, f"kvparams_proxy_{name}", value)
 
 
 StartStage = Callable[..., Awaitable[Stage]]
@@ -419,23 +419,21 @@ def test_how_many_are_in_a_state(lives: list[list[int]]) -> None:
     assert metrics.count_in_states("decode", "first_byte") == now["decode"] + now["first_byte"]
 
 
-async def test_a_late_event_loop_is_seen() -> None:
+def test_a_late_event_loop_is_seen() -> None:
     metrics = Metrics()
-    lag = LoopLag(asyncio.get_running_loop(), metrics.loop_lag)
-    try:
-        await asyncio.sleep(0.2)
-        time.sleep(0.15)  # noqa: ASYNC251  somebody holds the loop
-        async with asyncio.timeout(5):
-            while not metrics.loop_lag.count:  # noqa: ASYNC110  a timer says nothing
-                await asyncio.sleep(0.01)
-    finally:
-        lag.close()
+    loop = VirtualLoop()
+    lag = LoopLag(loop, metrics.loop_lag)
+    loop.run_until(loop.time() + 0.2)
+    loop.hold_up(0.15)
+    loop.run_until(loop.time() + 1.0)
+    assert metrics.loop_lag.count
+    lag.close()
     family = HistogramMetricFamily("x", "x", labels=())
     metrics.loop_lag.add_to(family)
     (total,) = [s.value for s in family.samples if s.name == "x_sum"]
-    assert total > 0.05
+    assert 0.05 < total < 0.16
     seen = metrics.loop_lag.count
-    await asyncio.sleep(0.3)
+    loop.run_until(loop.time() + 10.0)
     assert metrics.loop_lag.count == seen  # closed
 
 

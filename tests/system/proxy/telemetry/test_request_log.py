@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ from kvparams_proxy.telemetry.line_writer import STDOUT, LineWriter
 from kvparams_proxy.telemetry.request_log import RequestLog
 from kvparams_proxy.telemetry.request_record import RefusedRequest, RequestRecord
 from tests.support.proxy.acting import Actor
+from tests.support.proxy.metrics import metric_becomes
+from tests.support.waiting import until
 
 MEMBERS = [
     *("time", "request_id", "transfer_ids", "tenant", "model", "endpoint", "stream", "outcome", "status", "error"),
@@ -37,13 +40,6 @@ MEMBERS = [
 PROMPT = "the secret of the prompt"
 BODY: dict[str, Any] = {"model": "stub", "prompt": PROMPT, "max_tokens": 8}
 Lines = Callable[[int], Awaitable[list[dict[str, Any]]]]
-
-
-async def eventually(holds: Callable[[], bool]) -> None:
-    """Wait, bounded, for what a thread does."""
-    async with asyncio.timeout(5):
-        while not holds():  # noqa: ASYNC110  the thread says nothing
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -64,7 +60,7 @@ def lines(log: Path) -> Lines:
     """Wait for so many lines; all that are there then."""
 
     async def read(count: int) -> list[dict[str, Any]]:
-        await eventually(lambda: raw(log).count(b"\n") >= count)
+        await until(lambda: raw(log).count(b"\n") >= count)
         return parsed(log)
 
     return read
@@ -124,9 +120,7 @@ async def test_a_client_that_leaves_leaves_a_line(stage: Any, lines: Lines) -> N
     running, _, decode = await stage()
     decode.held = asyncio.Event()
     task = asyncio.create_task(running.client.post("/v1/completions", json=BODY))
-    async with asyncio.timeout(5):
-        while not decode.open:  # noqa: ASYNC110  the engine says nothing
-            await asyncio.sleep(0.01)
+    await until(lambda: decode.open)
     task.cancel()
     (line,) = await lines(1)
     assert (line["outcome"], line["status"], line["answer_bytes"]) == ("gone", None, 0)
@@ -294,7 +288,7 @@ async def test_many_lines_are_written_at_once_and_few_soon(log: Path, lines: Lin
     try:
         for _ in range(64):
             journal.ended(account())
-        await eventually(lambda: raw(log).count(b"\n") == 64)  # without a timer: there were enough
+        await until(lambda: raw(log).count(b"\n") == 64)  # without a timer: there were enough
         begun = time.monotonic()
         journal.refused(RefusedRequest("r", b"/v1/x", ProxyError(401, "invalid_request_error", "no", code="k")))
         assert raw(log).count(b"\n") == 64
@@ -379,7 +373,7 @@ async def test_a_full_disk_loses_lines_and_nothing_else(writer: Callable[[str], 
     lines = writer("/dev/full")
     for _ in range(3):
         lines.put(b"a\nb\n", 2)
-    await eventually(lambda: lines.dropped == 6)
+    await until(lambda: lines.dropped == 6)
 
 
 async def test_a_pipe_whose_reader_has_gone_loses_lines_and_nothing_else(
@@ -391,7 +385,7 @@ async def test_a_pipe_whose_reader_has_gone_loses_lines_and_nothing_else(
     lines = writer(str(fifo))
     os.close(reader)
     lines.put(b"a\n", 1)
-    await eventually(lambda: lines.dropped == 1)
+    await until(lambda: lines.dropped == 1)
 
 
 def test_what_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -404,11 +398,11 @@ def test_what_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
 async def test_a_file_that_is_moved_away_is_begun_anew(log: Path, writer: Callable[[str], LineWriter]) -> None:
     lines = writer(str(log))
     lines.put(b"one\n", 1)
-    await eventually(lambda: raw(log) == b"one\n")
+    await until(lambda: raw(log) == b"one\n")
     old = log.with_suffix(".1")
     os.rename(log, old)
     lines.put(b"two\n", 1)
-    await eventually(lambda: raw(log) == b"two\n")
+    await until(lambda: raw(log) == b"two\n")
     assert raw(old) == b"one\n"
     assert os.stat(log).st_mode & 0o777 == 0o640
     assert lines.dropped == 0
@@ -444,9 +438,7 @@ async def test_where_the_log_is_full_requests_are_answered_and_lines_counted(sta
     running = await proxy([prefill.url], [decode.url], log_requests="/dev/full")
     for _ in range(3):
         assert (await running.client.post("/v1/completions", json=BODY)).status_code == 200
-    async with asyncio.timeout(5):
-        while await running.metric("kvparams_proxy_log_lines_dropped_total") != 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await metric_becomes(running, "kvparams_proxy_log_lines_dropped_total", 3)
 
 
 @pytest.mark.slow
@@ -466,7 +458,7 @@ async def test_a_proxy_that_is_told_to_stop_writes_its_last_lines_to_stdout(sign
                 for each in signals:
                     with suppress(ProcessLookupError):  # it may have ended already
                         process.send_signal(each)
-                    await asyncio.sleep(0.02)
+                    await until(partial(_is_stopping, process, int(url.rpartition(":")[2])))
                 rest = await process.stdout.read()
             await process.wait()
     finally:
@@ -475,3 +467,15 @@ async def test_a_proxy_that_is_told_to_stop_writes_its_last_lines_to_stdout(sign
             await process.wait()
     (line,) = rest.decode().splitlines()
     assert json.loads(line)["status"] == 503
+
+
+async def _is_stopping(process: asyncio.subprocess.Process, port: int) -> bool:
+    """Whether a proxy has ended, or accepts no more connections."""
+    if process.returncode is not None:
+        return True
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return True
+    writer.close()
+    return False

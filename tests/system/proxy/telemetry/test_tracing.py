@@ -34,6 +34,7 @@ from kvparams_proxy.telemetry.request_record import RefusedRequest, RequestRecor
 from kvparams_proxy.telemetry.spans import RequestSpanExporter
 from kvparams_proxy.telemetry.tracing import TraceContext, Tracer
 from tests.support.proxy.fixtures import Scripted
+from tests.support.waiting import until
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = "b7ad6b7169203331"
@@ -340,9 +341,7 @@ class Collector:
         self._server.server_close()
 
     async def wait(self, count: int) -> list[Any]:
-        async with asyncio.timeout(10):
-            while len(self.spans) < count:  # noqa: ASYNC110  other threads say nothing
-                await asyncio.sleep(0.02)
+        await until(lambda: len(self.spans) >= count)
         return [span for _, span in self.spans]
 
 
@@ -475,12 +474,14 @@ async def test_the_log_names_the_trace(
     running, _, _ = await engines(trace=0.0)
     await running.client.post("/v1/completions", json=BODY, headers={"traceparent": f"00-{TRACE}-{PARENT}-01"})
     await collector.wait(3)
-    found = ""
-    async with asyncio.timeout(5):
-        while TRACE not in found:
-            await asyncio.sleep(0.02)
-            found += capfd.readouterr().out
-    assert f'"trace_id":"{TRACE}"' in found
+    found: list[str] = []
+
+    def is_logged() -> bool:
+        found.append(capfd.readouterr().out)
+        return TRACE in "".join(found)
+
+    await until(is_logged)
+    assert f'"trace_id":"{TRACE}"' in "".join(found)
 
 
 async def test_the_log_names_the_trace_of_a_refusal(
@@ -490,12 +491,14 @@ async def test_the_log_names_the_trace_of_a_refusal(
     for flags in ("00", "01"):
         headers = {"traceparent": f"00-{TRACE}-{PARENT}-{flags}"}
         await running.client.post("/v1/completions", content=b"{", headers=headers)
-    found = ""
-    async with asyncio.timeout(5):
-        while found.count("invalid_json") < 2:
-            await asyncio.sleep(0.02)
-            found += capfd.readouterr().out
-    lines = [each for each in found.splitlines() if "invalid_json" in each]
+    found: list[str] = []
+
+    def are_logged() -> bool:
+        found.append(capfd.readouterr().out)
+        return "".join(found).count("invalid_json") >= 2
+
+    await until(are_logged)
+    lines = [each for each in "".join(found).splitlines() if "invalid_json" in each]
     assert [json.loads(each)["trace_id"] for each in lines] == [None, TRACE]
 
 

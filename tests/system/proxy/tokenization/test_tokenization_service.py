@@ -36,6 +36,7 @@ from kvparams_proxy.upstream.types import UpstreamLimits
 from tests.support.proxy.fixtures import Script, Scripted, answer, instance
 from tests.support.proxy.made_tokenizers import CHATML, byte_level, save
 from tests.support.proxy.steps import read_all
+from tests.support.waiting import stays_true_for, until
 
 USER = {"role": "user", "content": "What is a lease?"}
 
@@ -310,8 +311,7 @@ async def test_a_lane_does_in_order_what_it_takes_and_takes_no_more_than_fits() 
     assert not lane.submit(partial(waits, 0), tell, 1)
     gate.set()
     async with asyncio.timeout(20):
-        while lane.pending_weight:  # noqa: ASYNC110  what is waited for is in another thread
-            await asyncio.sleep(0.001)
+        await until(lambda: not lane.pending_weight)
         assert lane.submit(partial(waits, 2), tell, 10)
         await done.wait()
     assert told == [1, 2]
@@ -330,9 +330,7 @@ async def test_nothing_is_told_by_a_lane_that_was_closed() -> None:
     assert lane.submit(job, told.append, 1)
     lane.close()
     gate.set()
-    for _ in range(50):
-        await asyncio.sleep(0.001)
-    assert told == []
+    await stays_true_for(0.05, lambda: told == [])
 
 
 # files

@@ -8,6 +8,7 @@ import pytest
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.types import MAX_BYTES_PER_TURN, UpstreamError, UpstreamLimits
 from tests.support.proxy.fixtures import Awaited
+from tests.support.waiting import stays_true_for, until
 
 
 async def well(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -37,12 +38,14 @@ async def test_an_exchange_given_up_before_its_connection_was_begun_holds_no_pla
 
 async def test_a_connection_that_waited_too_long_is_closed_rather_than_tried(scripted: Any) -> None:
     engine = await scripted(well)
+    loop = asyncio.get_running_loop()
     for idle_s, connections in ((60.0, 1), (0.0, 3)):  # the first is the control
         engine.connections = 0
         pool = UpstreamConnectionPool(engine.url, UpstreamLimits(idle_s=idle_s))
         for _ in range(3):
             assert await asked(pool) == 200
-            await asyncio.sleep(0.002)
+            returned = loop.time()
+            await until(lambda returned=returned: loop.time() > returned)  # by then it is idle for longer than 0 s
         assert engine.connections == connections
         pool.close()
 
@@ -152,8 +155,7 @@ async def test_a_pool_that_is_closed_begins_nothing(scripted: Any) -> None:
         assert not error.connected
     async with asyncio.timeout(5):
         await asyncio.wait([connecting.answer])
-        while pool.open_connections or other.open_connections:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await until(lambda: not pool.open_connections and not other.open_connections)
     assert isinstance(connecting.answer.exception(), UpstreamError)
     assert engine.connections <= 2
 
@@ -183,8 +185,7 @@ async def test_an_exchange_paused_before_it_has_a_connection_reads_nothing(scrip
     async with asyncio.timeout(5):
         await sent.wait()
         if paused:
-            await asyncio.sleep(0.1)
-            assert collect.size == 0
+            await stays_true_for(0.1, lambda: collect.size == 0)
             exchange.resume()
         await collect.answer
     assert collect.size == 100_000
@@ -225,11 +226,9 @@ async def test_a_long_answer_is_delivered_in_turns(scripted: Any, end: str) -> N
         sink.paused_at = paused_at
         sink.handle = pool.exchange(pool.request(b"/", b"", b"{}"), sink)
         if paused_at is not None:
-            async with asyncio.timeout(10):
-                while len(sink.pieces) < paused_at:  # noqa: ASYNC110
-                    await asyncio.sleep(0.001)
-            await asyncio.sleep(0.05)
-            assert len(sink.pieces) == paused_at  # the control: nothing comes while it is paused
+            await until(lambda sink=sink, paused_at=paused_at: len(sink.pieces) >= paused_at)
+            # The control: nothing comes while it is paused.
+            await stays_true_for(0.05, lambda sink=sink, paused_at=paused_at: len(sink.pieces) == paused_at)
             sink.handle.resume()
         async with asyncio.timeout(20):
             _, got = await sink.answer

@@ -17,10 +17,17 @@ from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.types import UpstreamLimits
 from tests.support.proxy.fixtures import MODELS
+from tests.support.virtual_loop import VirtualLoop
+from tests.support.waiting import until
 from tests.system.proxy.upstream.test_probes import instance, probed
+from tests.system.simulation.network import Network, Socket
 
 MISSING = "http://127.0.0.1:1"
+HERE = "http://127.0.0.1:2"
 LONG_MODELS = MODELS.replace(b'"data"', b'"x":"%b","data"' % (b"x" * 20_000))
+
+
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (len(MODELS), MODELS)
 
 
 class CountingPool(UpstreamConnectionPool):
@@ -33,31 +40,71 @@ class CountingPool(UpstreamConnectionPool):
         return super().exchange(*arguments, **more)
 
 
+class Engine:
+    """An engine in a simulated network: it answers each probe, or its port is closed."""
+
+    def __init__(self, *, is_there: bool) -> None:
+        self.is_there = is_there
+
+    def connecting(self) -> tuple[float, OSError | None]:
+        return 0.0, None if self.is_there else ConnectionRefusedError()
+
+    def accept(self, socket: Socket) -> "EngineConnection":
+        return EngineConnection(socket)
+
+
+class EngineConnection:
+    """Answers each request that arrives in one piece."""
+
+    def __init__(self, socket: Socket) -> None:
+        self._socket = socket
+
+    def received(self, data: bytes) -> None:
+        assert data.endswith(b"\r\n\r\n")
+        self._socket.arrive(ANSWER)
+
+    def closed(self) -> None:
+        pass
+
+
+@pytest.fixture
+def loop() -> VirtualLoop:
+    """A virtual clock, and a network in which an engine is at port 2 and none at port 1."""
+    loop = VirtualLoop()
+    loop.network = network = Network(loop, lambda: 0.0)
+    network.servers.update({1: Engine(is_there=False), 2: Engine(is_there=True)})
+    return loop
+
+
 @pytest.mark.parametrize("join", [False, True])
-async def test_many_missing_engines_are_probed_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, join: bool) -> None:
+def test_many_missing_engines_are_probed_a_few_at_a_time(
+    loop: VirtualLoop, monkeypatch: pytest.MonkeyPatch, join: bool
+) -> None:
     """400 of which none is there, at the start or added at once: the next probes are spread over seconds."""
     asked: list[float] = []
     monkeypatch.setattr(CountingPool, "asked", asked)
-    loop = asyncio.get_running_loop()
+    loop.run(_probe_missing(loop, asked, join=join))
+    assert loop.faults == []
+
+
+async def _probe_missing(loop: VirtualLoop, asked: list[float], *, join: bool) -> None:
     instances = [instance(f"p{number}", MISSING) for number in range(400)]
     fleet = Fleet([] if join else instances, {role: RoundRobin() for role in Role}, loop.time, loop.call_later)
     pools = UpstreamPools(lambda instance: CountingPool(instance.url, UpstreamLimits(connections=1)))
     for member in fleet.members:
         pools.joined(member)
     fleet.add_listener(pools)
-    async with asyncio.timeout(20):
-        async with Prober(fleet, 5.0, pools):
-            if join:
-                for each in instances:
-                    fleet.add(each)
-            began = loop.time()
-            while len(asked) < 600:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-            assert loop.time() - began > 1.5, "200 in a second, and the first 400 of those that were there"
-            slots = Counter(int(at / 0.1) for at in asked if at > began)
-            assert max(slots.values()) < 120, "no burst"
-        fleet.close()
-        pools.close()
+    async with Prober(fleet, 5.0, pools):
+        if join:
+            for each in instances:
+                fleet.add(each)
+        began = loop.time()
+        await until(lambda: len(asked) >= 600, 20.0)
+        assert loop.time() - began > 1.5, "200 in a second, and the first 400 of those that were there"
+        slots = Counter(int(at / 0.1) for at in asked if at > began)
+        assert max(slots.values()) < 120, "no burst"
+    fleet.close()
+    pools.close()
 
 
 class TimedPool(UpstreamConnectionPool):
@@ -73,25 +120,29 @@ class TimedPool(UpstreamConnectionPool):
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["there", "missing"])
-async def test_probes_are_spread_once_and_then_come_as_often_as_those_of_any_engine(scripted: Any, there: bool) -> None:
+def test_probes_are_spread_once_and_then_come_as_often_as_those_of_any_engine(loop: VirtualLoop, there: bool) -> None:
     """The second of two engines: between its first two probes there is more time, and only there."""
-    every_s, apart_s = 0.2, 0.3
-    url = (await scripted(None)).url if there else MISSING
-    loop = asyncio.get_running_loop()
+    apart_s = 0.3
+    first, *later = loop.run(_times_between_probes(loop, is_there=there))
+    assert first > 0.95 * apart_s
+    assert max(later) < 0.95 * apart_s
+    assert loop.faults == []
+
+
+async def _times_between_probes(loop: VirtualLoop, *, is_there: bool) -> list[float]:
+    url = HERE if is_there else MISSING
     instances = [instance(f"p{number}", url) for number in range(2)]
     fleet = Fleet(instances, {role: RoundRobin() for role in Role}, loop.time, loop.call_later)
     pools = UpstreamPools(lambda instance: TimedPool(instance.url, UpstreamLimits()))
     for member in fleet.members:
         pools.joined(member)
     second: Any = pools["p1"]
-    async with asyncio.timeout(20), Prober(fleet, every_s, pools):
-        while len(second.asked) < 9:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    async with Prober(fleet, 0.2, pools):
+        await until(lambda: len(second.asked) >= 9)
+        assert [member.ready for member in fleet.members] == [is_there] * 2
     fleet.close()
     pools.close()
-    first, *later = [after - before for before, after in pairwise(second.asked)]
-    assert first > 0.95 * apart_s
-    assert min(later) < 0.95 * apart_s
+    return [after - before for before, after in pairwise(second.asked)]
 
 
 class Interrupted(StepRunner):
@@ -118,4 +169,4 @@ async def test_a_long_answer_of_an_engine_that_has_left_is_not_read(scripted: An
     async with probed(engine.url, every_s=0.02, steps=steps) as proxied:
         steps.interrupt = partial(proxied.fleet.remove, "p0")
         engine.models = LONG_MODELS
-        await proxied.until(lambda: steps.was_cancelled)
+        await until(lambda: steps.was_cancelled)

@@ -20,6 +20,7 @@ from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError, UpstreamLimits
+from tests.support.waiting import stays_true_for, until
 
 GOOD = b'b\r\n{"data":[]}\r\n0\r\n\r\n'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -61,11 +62,6 @@ class Proxied:
     def ready(self) -> list[bool]:
         return [member.ready for member in self.fleet.members]
 
-    async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(5):
-            while not true():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
 
 @asynccontextmanager
 async def probed(
@@ -92,8 +88,8 @@ async def probed(
             yield Proxied(fleet, pools)
         fleet.close()
         pools.close()
-        while pools.open_connections or asyncio.all_tasks() - others - {asyncio.current_task()}:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: not pools.open_connections)
+        await until(lambda: not asyncio.all_tasks() - others - {asyncio.current_task()})
 
 
 def instance(id: str, url: str) -> Instance:
@@ -147,7 +143,7 @@ async def test_an_engine_that_refuses_its_key_is_not_ready_and_that_is_said_once
 
     url = url_of(await listen(refuse))
     async with probed(url, every_s=0.02, key=Secret("sk-1")) as proxied:
-        await proxied.until(lambda: asked > 3)
+        await until(lambda: asked > 3)
         assert proxied.ready == [False]
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"prefill p0 gets no requests: it refuses the proxy's API key ({status})"
@@ -218,8 +214,8 @@ class Counted:
 
 async def test_a_probe_is_one_get_on_a_connection_that_is_kept(listen: Any) -> None:
     engine = Counted()
-    async with probed(url_of(await listen(engine)), every_s=0.02) as proxied:
-        await proxied.until(lambda: len(engine.probes) > 3)
+    async with probed(url_of(await listen(engine)), every_s=0.02):
+        await until(lambda: len(engine.probes) > 3)
         assert engine.connections == 1
         assert engine.probes[0].startswith(b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1")
 
@@ -230,9 +226,9 @@ async def test_an_engine_that_stops_answering_is_not_ready_until_it_does_again(l
         (member,) = proxied.fleet.members
         before = member.instance
         engine.silent = True
-        await proxied.until(lambda: not member.ready)
+        await until(lambda: not member.ready)
         engine.silent = False
-        await proxied.until(lambda: member.ready)
+        await until(lambda: member.ready)
         assert member.instance.incarnation != before.incarnation
 
 
@@ -250,10 +246,9 @@ async def test_an_engine_that_has_all_its_connections_is_not_missing(listen: Any
         pool = proxied.pools[member.instance.id]
         leg = pool.exchange(pool.request(b"/v1/completions", b"", b"{}"), ResponseCollector(1000, unheard))
         if connections == 1:
-            await asyncio.sleep(0.3)
-            assert member.ready
+            await stays_true_for(0.3, lambda: member.ready)
         else:
-            await proxied.until(lambda: not member.ready)
+            await until(lambda: not member.ready)
         leg.discard()
 
 
@@ -264,7 +259,7 @@ async def test_who_was_not_reachable_for_a_leg_is_asked_soon(listen: Any) -> Non
         (member,) = proxied.fleet.members
         proxied.fleet.record_failure(member.instance, connected=False)
         assert not member.ready
-        await proxied.until(lambda: member.ready)
+        await until(lambda: member.ready)
         assert len(engine.probes) == 2
 
 
@@ -274,16 +269,16 @@ async def test_who_joins_is_asked_at_once_and_who_leaves_no_more(listen: Any) ->
     async with probed(urls[0], every_s=0.02) as proxied:
         fleet = proxied.fleet
         added = fleet.add(instance("new", urls[1]))
-        await proxied.until(lambda: added.ready)
+        await until(lambda: added.ready)
         replaced = fleet.replace(instance("new", urls[2]))
-        await proxied.until(lambda: replaced.ready)
-        await proxied.until(lambda: engines[1].open == 0)
+        await until(lambda: replaced.ready)
+        await until(lambda: engines[1].open == 0)
         probes = len(engines[1].probes)
         fleet.remove("new")
-        await proxied.until(lambda: engines[2].open == 0)
+        await until(lambda: engines[2].open == 0)
         last = len(engines[2].probes)
         asked = len(engines[0].probes)
-        await proxied.until(lambda: len(engines[0].probes) > asked + 3)  # the control: this one is asked on
+        await until(lambda: len(engines[0].probes) > asked + 3)  # the control: this one is asked on
         assert (len(engines[1].probes), len(engines[2].probes)) == (probes, last)
 
 
@@ -304,7 +299,7 @@ async def test_a_probe_has_its_own_time_and_not_the_rest_of_the_last_ones(listen
 
     async with probed(url_of(await listen(slow)), every_s=0.8) as proxied:
         assert proxied.ready == [False]
-        await proxied.until(lambda: proxied.ready == [True])  # it would not answer a third time
+        await until(lambda: proxied.ready == [True])  # it would not answer a third time
 
 
 async def test_who_leaves_while_it_is_asked_is_not_said_to_be_missing(
@@ -314,21 +309,19 @@ async def test_who_leaves_while_it_is_asked_is_not_said_to_be_missing(
     async with probed(url_of(await listen(engine)), every_s=0.05) as proxied:
         engine.silent = True
         asked = len(engine.probes)
-        await proxied.until(lambda: len(engine.probes) > asked)
+        await until(lambda: len(engine.probes) > asked)
         proxied.fleet.remove("p0")
-        await proxied.until(lambda: not engine.open)
+        await until(lambda: not engine.open)
     assert not [one for one in caplog.records if one.levelno >= logging.WARNING]
 
 
 async def test_the_end_cuts_off_a_probe_that_is_under_way(listen: Any) -> None:
     engine = Counted()
-    async with probed(url_of(await listen(engine)), every_s=0.02) as proxied:
+    async with probed(url_of(await listen(engine)), every_s=0.02):
         engine.silent = True
         asked = len(engine.probes)
-        await proxied.until(lambda: len(engine.probes) > asked)
-    async with asyncio.timeout(5):
-        while engine.open:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        await until(lambda: len(engine.probes) > asked)
+    await until(lambda: not engine.open)
 
 
 @pytest.mark.parametrize("trusted", [True, False])

@@ -15,6 +15,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.proxy.load import Connection, Load, loaded
+from tests.support.proxy.metrics import metric_becomes
 from tests.support.proxy.served import Served, serving
 from tests.support.stub_engine import StubEngines
 from tests.support.waiting import until
@@ -133,9 +134,7 @@ async def test_four_workers_are_one_proxy(stub: StubEngines, tmp_path: Path) -> 
         # The control of a reload: a worker that only drains closes the connections of clients that are idle.
         os.kill(workers_of(served)[0], signal.SIGTERM)
         restarts = "kvparams_proxy_worker_restarts_total"
-        async with asyncio.timeout(10):
-            while await served.metric(restarts) < 1:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await metric_becomes(served, restarts, lambda value: value >= 1)
         lost = [worker for worker in [await lost_by(connection) for connection in connections] if worker is not None]
         assert len(lost) >= 3
         assert len(set(lost)) == 1

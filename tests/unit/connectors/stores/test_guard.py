@@ -254,14 +254,20 @@ def test_a_damaged_value_is_a_miss_until_it_is_stored_anew(broken: Broken) -> No
 def test_who_hears_that_a_put_has_ended_finds_what_it_has_put(broken: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the guard takes to note it: it does so first."""
     noted = GuardedStore._settled  # pyright: ignore[reportPrivateUsage]
+    begins, may_go_on = threading.Event(), threading.Event()
 
     def settled(self: GuardedStore, flight: InFlightOperation, results: Results | None) -> None:
-        time.sleep(0.05)
+        begins.set()
+        assert may_go_on.wait(WAIT_S)
         noted(self, flight, results)
 
     broken.store.quarantine(["bad"])
     monkeypatch.setattr(GuardedStore, "_settled", settled)
-    assert broken.put("bad").code is ResultCode.OK
+    job = broken.store.put([PutOp("bad", (memoryview(b"content"),))], WAIT_S)
+    assert begins.wait(WAIT_S)
+    assert not job.done()
+    may_go_on.set()
+    assert job.result()[0].code is ResultCode.OK
     assert broken.get("bad") == Result(ResultCode.OK, 7)
 
 

@@ -23,6 +23,7 @@ from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.config_errors import ConfigError
 from kvparams_proxy.server.http_server import ServerSettings
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "fleet.yaml"
 ENGINES = ("--prefill", "http://p:1", "--decode", "http://d:1")
@@ -330,11 +331,12 @@ async def test_the_command_serves_and_follows_its_file(stub: StubEngines, tmp_pa
             new = path.with_suffix(".new")
             new.write_text(text.replace("{id: decode", "{id: other"))
             new.replace(path)
-            async with asyncio.timeout(10):
-                while (await client.get("/admin/instances/other", headers=headers)).status_code != 200:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-                while (await client.get("/health")).status_code != 200:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+
+            async def is_ready() -> bool:
+                other = await client.get("/admin/instances/other", headers=headers)
+                return [other.status_code, (await client.get("/health")).status_code] == [200, 200]
+
+            await until(is_ready, pause_s=0.02)
             assert (await client.post("/v1/completions", json=body)).headers["x-kvparams-decode"] == "other"
         process.terminate()
         async with asyncio.timeout(15):

@@ -6,6 +6,7 @@ from collections.abc import Generator
 
 from kvparams_proxy.event_loop.step_runner import StepRunner
 from tests.support.processor import is_within
+from tests.support.waiting import until
 
 STEP_S = 0.0005
 
@@ -33,8 +34,15 @@ async def test_short_work_does_not_wait_for_long_work() -> None:
     runner = StepRunner(asyncio.get_running_loop())
     loop = asyncio.get_running_loop()
     ended: list[int] = []
-    long = [runner.run(work(1000), ended.append, failed) for _ in range(40)]
-    await asyncio.sleep(0.1)
+    begun = 0
+
+    def long_work() -> Generator[None, None, int]:
+        nonlocal begun
+        begun += 1
+        return (yield from work(1000))
+
+    long = [runner.run(long_work(), ended.append, failed) for _ in range(40)]
+    await until(lambda: begun == 40)
     waits: list[float] = []
     for _ in range(20):
         began = time.perf_counter()
@@ -54,17 +62,20 @@ async def test_long_work_goes_on_while_short_work_comes() -> None:
     runner = StepRunner(asyncio.get_running_loop())
     done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     runner.run(work(60), done.set_result, failed)
-    over = False
+    over, pending = False, 50
 
     def again(_: int) -> None:
-        if not over:
+        nonlocal pending
+        if over:
+            pending -= 1
+        else:
             runner.run(work(1), again, failed)
 
-    for _ in range(50):
+    for _ in range(pending):
         runner.run(work(1), again, failed)
     assert await asyncio.wait_for(done, 10) == 60
     over = True
-    await asyncio.sleep(0.1)
+    await until(lambda: pending == 0)
 
 
 async def test_each_turn_is_short_however_much_there_is_to_do() -> None:

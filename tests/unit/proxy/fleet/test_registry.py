@@ -33,6 +33,7 @@ from kvparams_proxy.fleet.registry.reconcile import rollout_steps
 from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.secret import Secret
 from tests.support.processor import is_within
+from tests.support.waiting import until
 
 RULES = SpecRules(frozenset(("nixl", "store")))
 EXAMPLE = Path(__file__).parents[4] / "examples" / "fleet.yaml"
@@ -762,9 +763,7 @@ async def test_a_provider_that_fails_leaves_the_fleet_as_it_is(caplog: pytest.Lo
 
     registry = Registry(a_fleet(), RULES)
     async with run_provider(Failing(), registry):
-        async with asyncio.timeout(5):
-            while "no longer followed" not in caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+        await until(lambda: "no longer followed" in caplog.text)
         assert set(members(registry)) == {"a"}
 
 

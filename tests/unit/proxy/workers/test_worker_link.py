@@ -16,6 +16,7 @@ from kvparams_proxy.worker_identity import WorkerIdentity
 from kvparams_proxy.workers import worker_link
 from kvparams_proxy.workers.channel import Frame, FrameKind, encode_frame, read_frame
 from kvparams_proxy.workers.worker_link import WorkerLink
+from tests.support.waiting import until
 
 
 class Counts(Collector):
@@ -69,9 +70,7 @@ async def test_commands_arrive_and_the_end_of_the_supervisor_is_one(supervisor: 
     for kind in (FrameKind.DRAIN, FrameKind.RETIRE):
         supervisor.writer.write(encode_frame(kind))
     supervisor.writer.close()
-    async with asyncio.timeout(5):
-        while len(supervisor.commands) < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: len(supervisor.commands) == 3)
     assert supervisor.commands == [FrameKind.DRAIN, FrameKind.RETIRE, FrameKind.CUT]
 
 
