@@ -1,4 +1,4 @@
-"""Does all steps of some work at once."""
+"""Runs all steps of some work at once."""
 
 from collections.abc import Generator
 from typing import Any, TypeVar

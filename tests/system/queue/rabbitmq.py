@@ -70,6 +70,17 @@ class RabbitMQ:
         """End it at once, if it runs."""
         self._broker = _end(self._broker, signal.SIGKILL)
 
+    def has_recorded_queues(self) -> bool:
+        """Whether the broker has written to disk which quorum queues it has.
+
+        RabbitMQ 3.10 does that up to ten seconds after a queue is declared, in the tables of its Raft library. A broker
+        that is killed before it does has lost the queue.
+        """
+        (folder,) = (self.folder / "data").glob("*/quorum/*")
+        tables = [(folder / name).read_bytes() for name in ("names.dets", "meta.dets")]
+        queues = [each.name.encode() for each in folder.iterdir() if each.is_dir()]
+        return bool(queues) and all(queue in table for queue in queues for table in tables)
+
     def _run(self, *command: str) -> "subprocess.Popen[bytes]":
         with self._log.open("ab") as log:
             return subprocess.Popen(

@@ -108,7 +108,7 @@ async def test_a_part_that_is_too_large_for_the_broker_ends_its_answer_alone(nar
     assert big.error is not None
     assert big.error.reason == "a part of the answer is larger than the broker's max_message_size"
     assert big.error.sent
-    await until(lambda: not decode.consumer.running_count)
+    await until(lambda: not decode.consumer.running_count, LIMIT_S)
 
 
 class Told:
@@ -206,12 +206,12 @@ async def stuffed(nodes: Nodes, node: str) -> AsyncGenerator[str]:
 
 async def test_what_the_broker_refuses_is_sent_again_and_its_work_not_given_up(nodes: Nodes) -> None:
     decode = await nodes.decode(echo)
-    await until(lambda: decode.consumer.connected)
+    await until(lambda: decode.consumer.connected, LIMIT_S)
     async with stuffed(nodes, "p") as queue:
         await sent(
             nodes.broker.url, QueueNames(nodes.name).work, write_work(WorkItem("p.1", "/v1/completions", b"", b"{}"))
         )
-        await until(lambda: bool(decode.engine.bodies))
+        await until(lambda: bool(decode.engine.bodies), LIMIT_S)
         assert (await waiting(nodes.broker.url, queue, 1))[0].body == b"in the way"
         found: list[ResultMessage | MalformedMessage] = []
         while not any(isinstance(each, ResultPart) and each.last for each in found):
@@ -219,16 +219,16 @@ async def test_what_the_broker_refuses_is_sent_again_and_its_work_not_given_up(n
             found += read_results(letter.body)
         parts = sorted(each for each in found if isinstance(each, ResultPart))
         assert [(part.number, part.body, part.last) for part in parts] == [(0, b"{}", False), (1, b"", True)]
-        await until(lambda: decode.consumer.counts["done"] == 1)
+        await until(lambda: decode.consumer.counts["done"] == 1, LIMIT_S)
 
 
 async def test_what_a_node_that_leaves_could_tell_nobody_is_given_to_another_one(nodes: Nodes) -> None:
     async with stuffed(nodes, "p"), AsyncExitStack() as leaving:
         decode = await Nodes(nodes.broker, nodes.name, leaving).decode(echo)
-        await until(lambda: decode.consumer.connected)
+        await until(lambda: decode.consumer.connected, LIMIT_S)
         work = WorkItem("p.1", "/v1/completions", b"", b"{}")
         await sent(nodes.broker.url, QueueNames(nodes.name).work, write_work(work))
-        await until(lambda: bool(decode.engine.bodies))
+        await until(lambda: bool(decode.engine.bodies), LIMIT_S)
         await leaving.aclose()
         async with RawNode(nodes.broker.url, nodes.name) as other:
             assert await other.take() == work
@@ -237,10 +237,10 @@ async def test_what_a_node_that_leaves_could_tell_nobody_is_given_to_another_one
 async def test_what_is_no_work_is_put_aside_only_when_whoever_asked_has_been_told(nodes: Nodes) -> None:
     async with stuffed(nodes, "p"), AsyncExitStack() as leaving:
         decode = await Nodes(nodes.broker, nodes.name, leaving).decode(echo)
-        await until(lambda: decode.consumer.connected)
+        await until(lambda: decode.consumer.connected, LIMIT_S)
         work = WorkItem("p.1", "/admin/instances", b"", b"{}")
         await sent(nodes.broker.url, QueueNames(nodes.name).work, write_work(work))
-        await until(lambda: decode.consumer.counts["refused"] == 1)
+        await until(lambda: decode.consumer.counts["refused"] == 1, LIMIT_S)
         await leaving.aclose()
         async with RawNode(nodes.broker.url, nodes.name) as other:
             assert await other.take() == work

@@ -49,7 +49,7 @@ async def test_a_node_that_was_told_to_let_it_go_still_says_when_another_one_is_
     async with taken(nodes) as (dying, work, heard):
         await dying.say_taken(work)
         other = await nodes.decode(echo)
-        await until(lambda: other.consumer.connected)
+        await until(lambda: other.consumer.connected, LIMIT_S)
         cancel = write_control(ControlMessage("cancel", work.id))  # as if it had run it too
         await sent(nodes.broker.url, QueueNames(nodes.name).control(other.consumer.node), cancel)
     await ended(heard)
@@ -65,7 +65,7 @@ async def test_a_node_that_has_only_lost_its_connection_goes_on(nodes: Nodes) ->
         await node.say(ResultPart(work.id, node.name, 0, HEAD, b"one, ", False, None))
         await node.leave()
         other = await nodes.decode(echo)
-        await until(lambda: other.consumer.counts["lost"] == 1)
+        await until(lambda: other.consumer.counts["lost"] == 1, LIMIT_S)
         async with node:
             order = await node.told()
             assert (order.order, order.id) == ("ask", work.id)
@@ -92,12 +92,12 @@ async def test_of_two_nodes_that_run_the_same_work_one_is_heard_and_the_other_st
     way = nodes.prefill()
     scripts = [Chunks(), Chunks()]
     decodes = [await nodes.decode(script, room=1) for script in scripts]
-    await until(lambda: all(each.consumer.connected and each.consumer.engine_ready for each in decodes))
+    await until(lambda: all(each.consumer.connected and each.consumer.engine_ready for each in decodes), LIMIT_S)
     await until(lambda: bool(way.open_connections))  # else the copy may be first, and the work is not sent any more
     attempt, heard = send(way)
     assert attempt.message is not None
     await sent(nodes.broker.url, QueueNames(nodes.name).work, attempt.message.body)
-    await until(lambda: any(each.consumer.counts["cancelled"] for each in decodes))
+    await until(lambda: any(each.consumer.counts["cancelled"] for each in decodes), LIMIT_S)
     stopped = next(place for place, each in enumerate(decodes) if each.consumer.counts["cancelled"])
     assert not decodes[stopped].consumer.running_count
     if decodes[stopped].engine.bodies:  # it was asked before it was stopped, as a rule
@@ -162,7 +162,7 @@ async def test_a_slow_node_takes_less_without_being_told(nodes: Nodes) -> None:
 
     way = nodes.prefill()
     snail, hare = await nodes.decode(slow, room=2), await nodes.decode(fast, room=2)
-    await until(lambda: all(each.consumer.connected and each.consumer.engine_ready for each in (snail, hare)))
+    await until(lambda: all(each.consumer.connected and each.consumer.engine_ready for each in (snail, hare)), LIMIT_S)
     asked = [send(way)[1] for _ in range(120)]
     for heard in asked:
         assert (await ended(heard)).error is None
@@ -173,7 +173,7 @@ async def test_a_node_whose_engine_is_gone_takes_nothing(nodes: Nodes) -> None:
     """It would fail fastest, and so take the most."""
     way = nodes.prefill()
     async with nodes.consumer("http://127.0.0.1:1") as bad:
-        await until(lambda: bad.connected)
+        await until(lambda: bad.connected, LIMIT_S)
         good = await nodes.decode(echo)
         asked = [send(way)[1] for _ in range(100)]
         errors = [(await ended(heard)).error for heard in asked]
@@ -194,11 +194,11 @@ async def test_streams_go_on_over_a_broker_that_was_away(own_broker: RabbitMQ, s
     chunks.chunks.put_nowait(b"before, ")
     async with asyncio.timeout(LIMIT_S):
         await heard.some.wait()
-    if how == "killed":  # RabbitMQ 3.10 writes down after some seconds which quorum queues it has
-        await asyncio.sleep(12)
+    if how == "killed":
+        await until(own_broker.has_recorded_queues, 30.0, pause_s=0.1)
     await asyncio.to_thread(own_broker.stop if how == "stopped" else own_broker.kill)
     chunks.chunks.put_nowait(b"meanwhile, ")
-    await until(lambda: not decode.consumer.connected)
+    await until(lambda: not decode.consumer.connected, LIMIT_S)
     _, waited = send(way, b"while it is away")
     await asyncio.to_thread(own_broker.start)
     chunks.chunks.put_nowait(b"after")
@@ -213,7 +213,7 @@ async def test_streams_go_on_over_a_broker_that_was_away(own_broker: RabbitMQ, s
         await waited.done.wait()
     assert waited.error is None
     assert waited.body == b"too"
-    await until(lambda: not decode.consumer.running_count)
+    await until(lambda: not decode.consumer.running_count, LIMIT_S)
 
 
 async def test_a_node_that_cannot_ask_its_engine_says_so_and_has_its_room_again(
@@ -229,5 +229,5 @@ async def test_a_node_that_cannot_ask_its_engine_says_so_and_has_its_room_again(
         patched.setattr(UpstreamConnectionPool, "request", fails)
         heard = send(way)[1]
         assert (await ended(heard)).error is not None
-        await until(lambda: not node.consumer.running_count)
+        await until(lambda: not node.consumer.running_count, LIMIT_S)
     assert (await ended(send(way, b"well")[1])).body == b"well"

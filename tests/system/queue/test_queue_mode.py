@@ -32,7 +32,7 @@ async def test_a_whole_answer_comes_back(nodes: Nodes) -> None:
         assert (heard.head.status, heard.head.content_type) == (200, b"application/json")
         assert heard.body == b'{"n":%d}' % number
     assert all(b"x-request-id: r-1\r\n" in head for head in decode.engine.heads)
-    await until(lambda: decode.consumer.counts["done"] == 50)
+    await until(lambda: decode.consumer.counts["done"] == 50, LIMIT_S)
 
 
 async def test_a_stream_comes_in_order_as_it_is_made(nodes: Nodes) -> None:
@@ -88,7 +88,7 @@ async def test_who_leaves_before_a_node_has_taken_it_costs_an_engine_nothing_for
     decode = await nodes.decode(chunks)
     async with asyncio.timeout(LIMIT_S):
         await chunks.left.wait()
-    await until(lambda: not decode.consumer.running_count)
+    await until(lambda: not decode.consumer.running_count, LIMIT_S)
     assert decode.consumer.counts == {"done": 0, "cancelled": 1, "lost": 0, "refused": 0}
 
 
@@ -170,11 +170,16 @@ async def test_what_many_streams_say_at_a_time_goes_in_one_letter(nodes: Nodes) 
 
     all_here, turn, stepped = asyncio.Semaphore(0), asyncio.Event(), 0
     decode = await nodes.decode(stepping)
-    await until(lambda: decode.consumer.connected)
+    await until(lambda: decode.consumer.connected, LIMIT_S)
     names = QueueNames(nodes.name)
     async with hearing(nodes.broker.url, names.results("p")) as letters:
         works = [write_work(WorkItem(f"p.{number}", "/v1/completions", b"", b"{}")) for number in range(streams)]
         await sent(nodes.broker.url, names.work, *works)
+
+        def heard_bytes() -> int:
+            results = [result for letter in letters for result in read_results(letter)]
+            return sum(len(result.body) for result in results if isinstance(result, ResultPart))
+
         async with asyncio.timeout(LIMIT_S):
             for _ in range(streams):
                 await all_here.acquire()
@@ -182,8 +187,8 @@ async def test_what_many_streams_say_at_a_time_goes_in_one_letter(nodes: Nodes) 
             stepped += 1
             turn.set()
             turn.clear()
-            await asyncio.sleep(0.02)  # a step's time
-        await until(lambda: decode.consumer.counts["done"] == streams)
+            await until(lambda stepped=stepped: heard_bytes() == 5 * streams * stepped, LIMIT_S)
+        await until(lambda: decode.consumer.counts["done"] == streams, LIMIT_S)
     found = [result for letter in letters for result in read_results(letter)]
     parts = [each for each in found if isinstance(each, ResultPart)]
     for number in range(streams):
@@ -254,7 +259,7 @@ async def test_a_head_of_an_engine_that_cannot_be_told_fails_its_work_alone(node
     await ended(bad)
     assert bad.error is not None
     assert "head must be" in bad.error.reason
-    await until(lambda: decode.consumer.counts["done"] == 2)
+    await until(lambda: decode.consumer.counts["done"] == 2, LIMIT_S)
 
 
 async def test_a_paused_stream_stops_its_engine_and_no_other_one(nodes: Nodes) -> None:
@@ -276,7 +281,7 @@ async def test_a_paused_stream_stops_its_engine_and_no_other_one(nodes: Nodes) -
     await nodes.decode(flood)
     attempt, slow = send(way, b"flood")
     attempt.pause()
-    await until(lambda: written > 0)
+    await until(lambda: written > 0, LIMIT_S)
     assert await stops_changing(lambda: written, 0.5) < 50
     assert not slow.body
     _, other = send(way)

@@ -19,8 +19,8 @@ from kvparams_proxy.fleet.probes import Prober
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
-from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError, UpstreamLimits
-from tests.support.waiting import stays_true_for, until
+from kvparams_proxy.upstream.types import UpstreamLimits
+from tests.support.waiting import until
 
 GOOD = b'b\r\n{"data":[]}\r\n0\r\n\r\n'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -232,26 +232,6 @@ async def test_an_engine_that_stops_answering_is_not_ready_until_it_does_again(l
         assert member.instance.incarnation != before.incarnation
 
 
-def unheard(head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:
-    """Nobody wants to know."""
-
-
-@pytest.mark.parametrize("connections", [1, 2])
-async def test_an_engine_that_has_all_its_connections_is_not_missing(listen: Any, connections: int) -> None:
-    """The control: with a connection left it is found to be silent."""
-    engine = Counted()
-    async with probed(url_of(await listen(engine)), every_s=0.05, connections=connections) as proxied:
-        (member,) = proxied.fleet.members
-        engine.silent = True
-        pool = proxied.pools[member.instance.id]
-        leg = pool.exchange(pool.request(b"/v1/completions", b"", b"{}"), ResponseCollector(1000, unheard))
-        if connections == 1:
-            await stays_true_for(0.3, lambda: member.ready)
-        else:
-            await until(lambda: not member.ready)
-        leg.discard()
-
-
 async def test_who_was_not_reachable_for_a_leg_is_asked_soon(listen: Any) -> None:
     """Not only when its next probe would be due."""
     engine = Counted()
@@ -280,26 +260,6 @@ async def test_who_joins_is_asked_at_once_and_who_leaves_no_more(listen: Any) ->
         asked = len(engines[0].probes)
         await until(lambda: len(engines[0].probes) > asked + 3)  # the control: this one is asked on
         assert (len(engines[1].probes), len(engines[2].probes)) == (probes, last)
-
-
-async def test_a_probe_has_its_own_time_and_not_the_rest_of_the_last_ones(listen: Any) -> None:
-    """The second answers late, but in time; by then that of the first is over."""
-    heads = [b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n", HEAD + GOOD]
-
-    async def slow(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while heads:
-                await reader.readuntil(b"\r\n\r\n")
-                await asyncio.sleep(0.0 if len(heads) == 2 else 0.5)
-                writer.write(heads.pop(0))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    async with probed(url_of(await listen(slow)), every_s=0.8) as proxied:
-        assert proxied.ready == [False]
-        await until(lambda: proxied.ready == [True])  # it would not answer a third time
 
 
 async def test_who_leaves_while_it_is_asked_is_not_said_to_be_missing(
