@@ -87,7 +87,7 @@ class Scene:
             answers.append(await self.ask())
             return true(answers[-1])
 
-        await until(holds, seen=lambda: answers[-1].text)
+        await until(holds, seen=lambda: [each.text for each in answers[-1:]])
         return answers[-1]
 
     def told(self) -> dict[str, Any]:
