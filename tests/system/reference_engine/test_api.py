@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from demo.client import JSON, ask, ask_stream, scrape
+from tests.support.waiting import until
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WAIT_S = 20.0
@@ -16,11 +17,15 @@ WAIT_S = 20.0
 
 async def settled(client: httpx.AsyncClient, url: str) -> dict[str, float]:
     """The metrics once nothing is in flight any more."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            metrics = await scrape(client, url)
-            if not metrics["reference_engine:requests_in_flight"]:
-                return metrics
+    metrics: dict[str, float] = {}
+
+    async def is_idle() -> bool:
+        nonlocal metrics
+        metrics = await scrape(client, url)
+        return not metrics["reference_engine:requests_in_flight"]
+
+    await until(is_idle, WAIT_S)
+    return metrics
 
 
 async def events(client: httpx.AsyncClient, url: str, path: str, body: JSON) -> list[JSON]:

@@ -15,6 +15,7 @@ from demo.damage import flip_stored_byte
 from demo.processes import Processes
 from kvparams import codec
 from kvparams.params import KVTransferParams
+from tests.support.waiting import until
 
 PATH = "/v1/completions"
 COMPUTED = 'reference_engine:prompt_tokens_total{source="computed"}'
@@ -235,9 +236,11 @@ async def test_clients_that_leave_during_either_leg_leave_nothing_behind(
     await asyncio.gather(*(leave(decode, "decode", body) for body in bodies))
 
     for url in (prefill, decode):
-        async with asyncio.timeout(WAIT_S):
-            while (await scrape(client, url))["reference_engine:requests_in_flight"]:
-                pass
+
+        async def is_idle(url: str = url) -> bool:
+            return not (await scrape(client, url))["reference_engine:requests_in_flight"]
+
+        await until(is_idle, WAIT_S)
         metrics = await scrape(client, url)
         assert metrics["reference_engine:kv_blocks_in_use"] == 0
         assert metrics['reference_engine:requests_total{finish="abort"}'] > 0

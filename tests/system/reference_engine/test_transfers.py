@@ -10,6 +10,7 @@ import httpx
 import pytest
 
 from demo.client import JSON, scrape
+from tests.support.waiting import until
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"
 CONTROL = "/v1/kvparams"
@@ -56,11 +57,15 @@ async def grown(client: httpx.AsyncClient, url: str, name: str, before: dict[str
 
 async def settled(client: httpx.AsyncClient, url: str) -> dict[str, float]:
     """The metrics once nothing is in flight any more."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            metrics = await scrape(client, url)
-            if not metrics[IN_FLIGHT]:
-                return metrics
+    metrics: dict[str, float] = {}
+
+    async def is_idle() -> bool:
+        nonlocal metrics
+        metrics = await scrape(client, url)
+        return not metrics[IN_FLIGHT]
+
+    await until(is_idle, WAIT_S)
+    return metrics
 
 
 @pytest.mark.parametrize("released", [True, False])
@@ -106,9 +111,11 @@ async def test_a_release_ends_a_prefill_leg_that_still_runs(client: httpx.AsyncC
     body: JSON = {"prompt": [prompt_of(seed, 3_000) for seed in range(30, 34)], "max_tokens": 1}
     before = await settled(client, prefill)
     running = asyncio.create_task(client.post(prefill + COMPLETIONS, json={**body, **said(which, "prefill")}))
-    async with asyncio.timeout(WAIT_S):
-        while await grown(client, prefill, COMPUTED, before) < 500:
-            pass
+
+    async def is_under_way() -> bool:
+        return await grown(client, prefill, COMPUTED, before) >= 500
+
+    await until(is_under_way, WAIT_S)
 
     await post(client, prefill, CONTROL, said(which, "release"))
 

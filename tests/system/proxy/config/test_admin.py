@@ -131,9 +131,11 @@ async def test_an_instance_is_added_drained_and_removed_while_requests_run(
     )
     assert (added["source"], added["labels"], added["connector"]) == ("admin", {"rack": "b"}, "nixl")
     await admin.ready("extra")
-    async with asyncio.timeout(20):  # it is given little at first
-        while await served_by(running) != {"decode-0", "extra"}:
-            pass
+
+    async def both_serve() -> bool:
+        return await served_by(running) == {"decode-0", "extra"}
+
+    await until(both_serve, 20.0)  # the new one is given little at first
     assert (await admin.ask("POST", "/instances/extra/drain"))["state"] == "draining"
     assert await served_by(running) == {"decode-0"}
     assert (await admin.ask("POST", "/instances/extra/undrain"))["draining"] is False

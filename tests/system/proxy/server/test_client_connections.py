@@ -26,9 +26,11 @@ async def test_idle_sockets_do_not_use_up_descriptors(stub: StubEngines) -> None
     """200 of them where 100 files may be open: new clients are served and engines are reached."""
     async with serving(stub, "--log-requests", "off", files=100) as served:
         idle = [await connect(served.port) for _ in range(200)]
-        async with asyncio.timeout(10):  # connections that have just come do not make room yet
-            while (await served.client.get("/health", headers={"connection": "close"})).status_code == 503:
-                pass
+
+        async def has_room() -> bool:  # connections that have just come do not make room yet
+            return (await served.client.get("/health", headers={"connection": "close"})).status_code != 503
+
+        await until(has_room)
         for _ in range(20):
             got = await served.client.post("/v1/completions", json=BODY, headers={"connection": "close"})
             assert got.status_code == 200
@@ -160,14 +162,15 @@ async def test_one_address_may_be_bounded(stub: StubEngines) -> None:
             assert (await reader.read()).startswith(b"HTTP/1.1 503 ")
         writer.close()
         kept[0][1].close()
-        async with asyncio.timeout(5):
-            while True:  # the proxy hears of the end a moment later
-                reader, writer = await connect(served.port)
-                writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-                said = await reader.read()
-                writer.close()
-                if said.startswith(b"HTTP/1.1 200"):
-                    break
+
+        async def is_served() -> bool:
+            reader, writer = await connect(served.port)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            said = await reader.read()
+            writer.close()
+            return said.startswith(b"HTTP/1.1 200")
+
+        await until(is_served, 5.0)  # the proxy hears of the end a moment later
         for _, writer in kept:
             writer.close()
 
