@@ -169,6 +169,8 @@ class ASGIExchange(ResponseWriter):
                 lines.append(b"%b: %b\r\n" % (lower, value))
         if self._bodiless and self._left is None:
             self._left = 0
+        if not self._whole:  # what is left of the body is not read: the connection ends, and the client must know
+            self.keep_alive = False
         self.head(status, b"".join(lines), self._left)
 
     def _send(self, data: bytes, *, last: bool) -> None:

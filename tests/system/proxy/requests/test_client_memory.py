@@ -89,6 +89,24 @@ async def test_all_bodies_together_are_bounded(stub: StubEngines, flags: tuple[s
         assert await served.metric("kvparams_proxy_body_bytes ") == 0
 
 
+@pytest.mark.parametrize("flags", [(), ("--plain-asgi",)], ids=["direct", "plain"])
+async def test_who_is_refused_in_the_middle_of_a_body_is_told_that_the_connection_ends(
+    stub: StubEngines, flags: tuple[str, ...]
+) -> None:
+    """Otherwise a client sends its next request on a connection that is being closed."""
+    async with serving(stub, "--max-body-memory", str(40 * MIB), "--log-requests", "off", *flags) as served:
+        others = [await part_of_a_body(served.port, HEAD % (16 * MIB) + b"[" * (13 * MIB)) for _ in range(3)]
+        await held(served, 38.9)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(HEAD % (16 * MIB) + b"[" * (2 * MIB))
+        async with asyncio.timeout(20):
+            head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ")
+        assert b"connection: close\r\n" in head.lower()
+        for each in (writer, *others):
+            each.transport.abort()
+
+
 async def test_a_body_counts_as_long_as_its_request_runs(stubbed: Any) -> None:
     """The budget is empty before and after, whatever becomes of the request."""
     for sent in (
