@@ -130,7 +130,7 @@ class Fleet:
         ]
         (folder / "fleet.yaml").write_text(json.dumps({"instances": instances}))
         command += ["--config", str(folder / "fleet.yaml"), "--port", str(self.port), "--policy", policy]
-        command += ["--probe", "1", "--slow-start", "0", "--log-requests", "off"]
+        command += ["--probe", "1", "--log-requests", "off"]
         self.proxy: Server = processes.start(f"proxy-{policy}", *command, port=self.port)
 
     def wait_ready(self) -> None:

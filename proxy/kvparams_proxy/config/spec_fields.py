@@ -32,7 +32,6 @@ __all__ = [
     "ShortText",
     "StoreName",
     "Switch",
-    "VariableName",
     "check_addresses",
     "check_connector",
     "check_id",
@@ -204,9 +203,6 @@ Addresses = Annotated[
 EventStream = Annotated[str, PlainValidator(_check_stream)]
 Switch = Annotated[bool, Allowed("true or false")]
 FilePath = Annotated[Path, PlainValidator(check_path)]
-VariableName = Annotated[
-    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"), Allowed("the name of an environment variable")
-]
 
 
 def _check_store(value: object) -> str | None:
