@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 from kvparams.settings_model import Allowed
-from kvparams_connectors.engines.engine_settings import Count, EngineSettings, PositiveNumber, Switch, Text
+from kvparams_connectors.engines.engine_settings import EngineSettings, PositiveNumber, Switch, Text
 
 __all__ = ["TierSettings"]
 
@@ -30,15 +30,7 @@ class TierSettings(EngineSettings):
     command line (quantization, overrides of the model's configuration, attention backend), for vLLM tells a tier none
     of that. None: from the files, where the model is a folder."""
     deadline_s: PositiveNumber = 5.0
-    """For each load and save."""
-    lookup_s: PositiveNumber = 1.0
-    """For the question what is stored; until then a request waits."""
-    arena_bytes: Count | None = None
-    """For chunks on their way; None: 64 MiB, and room for 8 chunks at least."""
-    verify: Switch = True
-    """False uses whatever the store gives back; to show what verification is good for."""
-    self_test: Switch = True
-    """Send one chunk through the whole path before serving."""
+    """For each load and save. The question what is stored has a fifth of it; until then a request waits."""
     keep_on_reset: Switch = False
     """vLLM resets its caches when it sleeps and when its weights are changed, and does not say which. Then what is
     stored may be of other weights, so it is left alone from there on. True: the weights never change, it is used."""
