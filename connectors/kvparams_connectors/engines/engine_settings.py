@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Self
 from pydantic import BeforeValidator, Field, ValidationError
 
 from kvparams.page_auth import PageAuthKeys
-from kvparams.settings_model import Allowed, SettingsModel, describe_setting_error, find_setting_errors, join_path
+from kvparams.settings_model import Allowed, SettingsModel, describe_setting_errors
 from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.transfer.page_auth_keys import read_page_auth_keys
 
@@ -57,9 +57,7 @@ class EngineSettings(SettingsModel):
         try:
             return cls.model_validate({name: value for name, value in given.items() if name not in of_engine})
         except ValidationError as error:
-            found = find_setting_errors(error)
-            said = (f"{join_path(one['loc'])}: {describe_setting_error(one)}".removeprefix(": ") for one in found)
-            raise StoreError(f"{where}: {'; '.join(said)}") from None
+            raise StoreError(f"{where}: {describe_setting_errors(error)}") from None
 
     def read_seals(self) -> PageAuthKeys | None:
         """Returns the keys of authenticated pages.

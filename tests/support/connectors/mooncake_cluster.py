@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -129,12 +130,22 @@ class Cluster:
         return owner
 
     def url(self, **settings: str | int) -> str:
-        """A store's URL, with little memory unless said otherwise."""
-        query = "&".join(f"{name}={value}" for name, value in {"buffer": "8MiB", **settings}.items())
-        return f"mooncake://{self.address}?{query}"
+        """A store's URL."""
+        return f"mooncake://{self.address}?" + "&".join(f"{name}={value}" for name, value in settings.items())
 
-    def open(self, client: MooncakeClient | None = None, **settings: str | int) -> MooncakeStore:
-        return MooncakeStore(MooncakeSettings.of(StoreURL.parse(self.url(**settings))), client)
+    def open(
+        self,
+        client: MooncakeClient | None = None,
+        *,
+        buffer_bytes: int = 8 << 20,
+        threads: int = 1,
+        connect_s: float = 1.0,
+        **settings: str | int,
+    ) -> MooncakeStore:
+        """Opens a store, with little memory unless said otherwise."""
+        given = MooncakeSettings.of(StoreURL.parse(self.url(**settings)))
+        made = replace(given, buffer_bytes=buffer_bytes, threads=threads, connect_s=connect_s)
+        return MooncakeStore(made, client)
 
     def end(self) -> None:
         for process in (*self.owners, self.master):
