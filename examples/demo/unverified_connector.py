@@ -1,4 +1,4 @@
-"""KVParamsConnector without verification: it uses whatever the store gives back.
+"""Provides a KVParamsConnector without verification: it uses whatever the store gives back.
 
 The demo damages stored pages and asks an engine with this connector too, to show what verification is good for.
 """
@@ -11,6 +11,6 @@ __all__ = ["KVParamsConnector"]
 
 
 class KVParamsConnector(connector.KVParamsConnector):
-    """See the module."""
+    """Uses whatever the store gives back."""
 
     verifies: ClassVar[bool] = False

@@ -23,6 +23,7 @@ __all__ = [
     "Connector",
     "EngineRole",
     "EngineTLS",
+    "EngineTLSFiles",
     "EngineURL",
     "EventStream",
     "FilePath",
@@ -218,7 +219,9 @@ def _check_store(value: object) -> str | None:
 StoreName = Annotated[str | None, PlainValidator(_check_store)]
 
 
-class _EngineTLSFiles(SettingsModel):
+class EngineTLSFiles(SettingsModel):
+    """The member `tls` of an engine."""
+
     ca: FilePath | None = None
     certificate: FilePath | None = None
     key: FilePath | None = None
@@ -226,7 +229,7 @@ class _EngineTLSFiles(SettingsModel):
 
 
 def _check_tls(value: object, info: ValidationInfo) -> EngineTLSSettings:
-    files = _EngineTLSFiles.model_validate(value, context=info.context)
+    files = EngineTLSFiles.model_validate(value, context=info.context)
     if not files.model_fields_set:
         raise ValueError(f"must be an object with one or more of {', '.join(files.setting_names())}")
     return EngineTLSSettings(files.ca, files.certificate, files.key, files.server_name)

@@ -69,7 +69,7 @@ def opener(cluster: Cluster, clients: list[MooncakeClient]) -> Iterator[Opener]:
     opened: list[MooncakeStore] = []
 
     def open_one() -> KVStore:
-        opened.append(cluster.open(clients[len(opened) % 2], prefix=prefix, max_value="4MiB"))
+        opened.append(cluster.open(clients[len(opened) % 2], prefix=prefix, max_value_bytes=4 << 20))
         return opened[-1]
 
     yield open_one
@@ -528,9 +528,9 @@ def test_what_cannot_be_is_refused_with_words(url: str) -> None:
 
 
 def test_every_setting_arrives() -> None:
-    text = "mooncake://h:1?local=l&protocol=rdma&devices=a,b&metadata=etcd&segment=16MiB&max_value=2MiB&replicas=3&prefix=p"
+    text = "mooncake://h:1?local=l&protocol=rdma&devices=a,b&metadata=etcd&segment=16MiB&replicas=3&prefix=p"
     settings = MooncakeSettings.of(StoreURL.parse(text))
-    sizes = {"segment_bytes": 16 << 20, "max_value_bytes": 2 << 20}
+    sizes = {"segment_bytes": 16 << 20}
     assert settings == MooncakeSettings("h", 1, "l", "rdma", "a,b", "etcd", **sizes, replicas=3, prefix="p")
     assert MooncakeSettings.of(StoreURL.parse("mooncake://h:1?segment=0")) == MooncakeSettings("h", 1)
 

@@ -1,4 +1,4 @@
-"""KVParamsTier without verification: the control of tests that damage stored chunks."""
+"""Provides a KVParamsTier without verification, the control of tests that damage stored chunks."""
 
 from typing import ClassVar
 

@@ -140,11 +140,18 @@ class Cluster:
         buffer_bytes: int = 8 << 20,
         threads: int = 1,
         connect_s: float = 1.0,
+        max_value_bytes: int = 1 << 30,
         **settings: str | int,
     ) -> MooncakeStore:
         """Opens a store, with little memory unless said otherwise."""
         given = MooncakeSettings.of(StoreURL.parse(self.url(**settings)))
-        made = replace(given, buffer_bytes=buffer_bytes, threads=threads, connect_s=connect_s)
+        made = replace(
+            given,
+            buffer_bytes=buffer_bytes,
+            threads=threads,
+            connect_s=connect_s,
+            max_value_bytes=max_value_bytes,
+        )
         return MooncakeStore(made, client)
 
     def end(self) -> None:

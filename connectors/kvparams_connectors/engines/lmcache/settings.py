@@ -32,7 +32,7 @@ class PluginSettings(EngineSettings):
     """Holds what was configured; every field is a setting of that name."""
 
     deadline_ms: _Milliseconds = 5000
-    """Of a put or get; a lookup has a fifth of it."""
+    """The time limit of a put or get in milliseconds; a lookup has a fifth of it."""
 
     @classmethod
     def of(cls, extra_config: Mapping[str, object] | None, plugin: str = PLUGIN) -> "PluginSettings":

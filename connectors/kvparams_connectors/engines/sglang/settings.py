@@ -45,11 +45,11 @@ class SGLangSettings(EngineSettings):
     """Holds what was configured; every field is a setting of that name."""
 
     model: Text | None = None
-    """The model's name in the keys; None: as SGLang was told, of a folder its last part."""
+    """The model's name in the keys (default: as SGLang was told, of a folder its last part)."""
     tenant: _Tenant | None = None
-    """Tenants share nothing with each other. A request's `cache_salt` is in SGLang's own hashes."""
+    """The name of this server's tenant; servers of different tenants share nothing."""
     deadline_s: _Seconds = 5.0
-    """For each call that reads or writes pages; the question what is there has a fifth of it."""
+    """The time limit of each call that reads or writes pages; a lookup has a fifth of it."""
 
     @classmethod
     def of(cls, extra_config: Mapping[str, object] | None) -> "SGLangSettings":

@@ -41,30 +41,27 @@ class VLLMSettings(EngineSettings):
     """
 
     page_tokens: Count = PAGE_TOKENS
-    """Tokens of a stored page; the same on all engines that share."""
+    """The tokens of a stored page; the same on all engines that share."""
     model: Text | None = None
-    """The model's name in the keys; None: as vLLM was told, of a folder its last part."""
+    """The model's name in the keys (default: as vLLM was told, of a folder its last part)."""
     tensor_parallel_sizes: _Sizes | None = None
-    """Of all engines that share; None: those of this engine's size share."""
+    """The sizes of all engines that share (default: that of this engine)."""
     deadline_s: PositiveNumber = 5.0
-    """For each load, save and lookup. A decode leg waits two fifths of it for pages that prefill has promised, and that
-    are still on their way."""
+    """The time limit of each load, save and lookup. A decode leg waits two fifths of it for pages that prefill has
+    promised."""
     recompute_tokens_per_s: PositiveNumber | None = None
-    """How fast this engine computes a prompt; slower loads are skipped. None: none is."""
+    """How fast this engine computes a prompt; slower loads are skipped (default: no load is skipped)."""
     verify_with: FilePath | None = None
-    """A key file (`kvparams signing-keys`): a request's document and what stands beside it are acted on only if whoever
-    has these keys has signed them, for this pool, not long ago, and not used before. None: all are believed."""
+    """A key file (`kvparams signing-keys`). A request's document counts only if it was signed with these keys, for this
+    pool, recently, and was not used before (default: every document is believed)."""
     audience: Text | None = None
-    """The name of the pool that they must be signed for."""
+    """The name of the pool that documents must be signed for; needed with `verify_with`."""
     trust_media_hashes: Switch = False
-    """vLLM takes what a client calls an image (`uuid`) for a hash of what is in it, and tells a connector nothing of
-    where a hash comes from. So a request with images, audio or video uses the store only if a proxy vouches for it, by
-    a signed document (`verify_with`): proxies take such names away. True: all hashes are vLLM's own, for nobody but
-    proxies reaches this engine, or none of its clients means harm."""
+    """Use the store for requests with images, audio or video that no proxy has signed. vLLM takes what a client calls
+    an image (`uuid`) for a hash of its content, so only proxies may reach this engine then."""
     keep_on_reset: Switch = False
-    """vLLM's caches are reset when it sleeps and when its weights are changed, and nobody says which. Then what is
-    stored may be of other weights, so it is left alone from there on, whether or not the connector was told of the
-    reset. True: the weights never change, it is used. Weights that change without a reset are not noticed."""
+    """Use the store after a reset of vLLM's caches: these weights never change while the engine runs. Otherwise it is
+    left alone from then on, because nobody tells the connector whether the weights have changed."""
 
     @classmethod
     def of(cls, extra_config: Mapping[str, object] | None) -> "VLLMSettings":
@@ -93,7 +90,7 @@ class VLLMSettings(EngineSettings):
 
     @property
     def promise_s(self) -> float:
-        """How long a decode leg waits for pages that prefill has promised."""
+        """Returns how long a decode leg waits for pages that prefill has promised."""
         return 0.4 * self.deadline_s
 
     def connector(

@@ -6,11 +6,10 @@ from pydantic import Field
 
 from kvparams.settings_model import Allowed
 from kvparams_connectors.store_settings import Port, Prefix, Size, StoreSettings
-from kvparams_connectors.stores.lmcache.wire import MAX_VALUE_BYTES, LMCacheNames
+from kvparams_connectors.stores.lmcache.wire import LMCacheNames
 
 __all__ = ["LMCacheMPSettings", "LMCacheSettings"]
 
-_SIZE: Final = "a size such as 512MiB"
 _LARGEST_MP: Final = 1 << 30
 _ShortPrefix = Annotated[
     str,
@@ -24,10 +23,6 @@ class LMCacheSettings(StoreSettings):
     """The settings of `lmcache://`."""
 
     prefix: Annotated[_ShortPrefix | None, Field(description=_PREFIX)] = None
-    max_value: Annotated[
-        Annotated[Size, Field(le=MAX_VALUE_BYTES), Allowed(f"{_SIZE}, at most {MAX_VALUE_BYTES} bytes")],
-        Field(description="the largest value that is stored"),
-    ] = 256 << 20
 
 
 class LMCacheMPSettings(StoreSettings):
@@ -35,7 +30,7 @@ class LMCacheMPSettings(StoreSettings):
 
     http: Annotated[Port, Field(description="the port of the server's administration")] = 8080
     max_value: Annotated[
-        Annotated[Size, Field(le=_LARGEST_MP), Allowed(f"{_SIZE}, at most 1GiB")],
+        Annotated[Size, Field(le=_LARGEST_MP), Allowed("a size such as 4MiB, at most 1GiB")],
         Field(description="the largest value that is stored; every value takes as much room"),
     ] = 4 << 20
     prefix: Annotated[Prefix | None, Field(description=_PREFIX)] = None

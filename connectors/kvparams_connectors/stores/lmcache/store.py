@@ -235,6 +235,4 @@ def open_url(url: StoreURL) -> KVStore:
     place = _PLACE.fullmatch(url.location)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2]) < 65536:
         raise StoreError(f"lmcache store: {url.redacted!r} has no server; write lmcache://host:65432")
-    return LMCacheStore(
-        (place[1].strip("[]"), int(place[2])), prefix=settings.prefix or "", max_value_bytes=settings.max_value
-    )
+    return LMCacheStore((place[1].strip("[]"), int(place[2])), prefix=settings.prefix or "")

@@ -55,10 +55,6 @@ class MooncakeURLSettings(StoreSettings):
     segment: Annotated[
         _Segment, Field(description="the memory that this process itself lends to the store; 0: owners do")
     ] = 0
-    max_value: Annotated[
-        Size,
-        Field(description="the largest value that is stored; at most as large as the smallest owner's memory"),
-    ] = 1 << 30
     replicas: Annotated[
         Annotated[int, DIGITS, Field(ge=1, le=16), Allowed("a whole number from 1 to 16")],
         Field(
@@ -74,7 +70,7 @@ class MooncakeURLSettings(StoreSettings):
 
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
-    """What a Mooncake store needs: the place of its URL, the settings there, and what nobody has to set."""
+    """Holds what a Mooncake store needs: the place and settings of its URL, and what no URL says."""
 
     host: str
     port: int
@@ -131,7 +127,6 @@ class MooncakeSettings:
             devices=given.devices,
             metadata=given.metadata,
             segment_bytes=given.segment,
-            max_value_bytes=given.max_value,
             replicas=given.replicas,
             prefix=given.prefix,
         )

@@ -73,19 +73,19 @@ class PeerURLSettings(StoreSettings):
         FilePath | None, Field(description="a file with one line that readers and peers have to know")
     ] = None
     transport: Annotated[
-        PeerTransport,
-        one_of("tcp", "mooncake"),
-        Field(description="how values are read: over TCP, or by Mooncake's transfer engine, which asks for no secret"),
+        Literal["tcp", "mooncake", "rdma"],
+        one_of("tcp", "mooncake", "rdma"),
+        Field(
+            description="how values are read: over TCP, or by Mooncake's transfer engine, over TCP (mooncake) or RDMA; "
+            "it asks for no secret"
+        ),
     ] = "tcp"
-    protocol: Annotated[
-        Literal["tcp", "rdma"], one_of("tcp", "rdma"), Field(description="what Mooncake's transfer engine uses")
-    ] = "tcp"
-    devices: Annotated[Devices, Field(description="its RDMA devices, separated by commas (default: all)")] = ""
+    devices: Annotated[Devices, Field(description="the RDMA devices to use, separated by commas (default: all)")] = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """What a peer store needs: the place of its URL, the settings there, and what nobody has to set."""
+    """Holds what a peer store needs: the place and settings of its URL, and what no URL says."""
 
     host: str
     """Where this process listens for readers."""
@@ -137,7 +137,7 @@ class PeerSettings:
             )
         if self.transport == "mooncake" and self.secret:
             raise _wrong(
-                "secret_file does not protect transport=mooncake, whose transfer engine lets every client that "
+                "secret_file does not protect Mooncake's transfer engine, which lets every client that "
                 "reaches its port read and write this memory; use transport=tcp, or authenticated pages without "
                 "a secret_file"
             )
@@ -181,8 +181,8 @@ class PeerSettings:
             local=given.local.strip("[]"),
             size_bytes=given.size,
             lease_s=given.lease,
-            transport=given.transport,
-            protocol=given.protocol,
+            transport="tcp" if given.transport == "tcp" else "mooncake",
+            protocol="rdma" if given.transport == "rdma" else "tcp",
             devices=given.devices,
             peers=given.peers,
             ports=given.ports,

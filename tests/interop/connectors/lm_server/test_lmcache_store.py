@@ -153,7 +153,7 @@ def test_connections_are_used_again(server: LMCacheServer, prefix: str, opened: 
 
 
 def test_a_key_that_stands_twice_in_a_batch(server: LMCacheServer, prefix: str, opened: list[KVStore]) -> None:
-    store = open_store(f"{server.url}?max_value=1000&prefix={prefix}")
+    store = LMCacheStore(("127.0.0.1", server.port), max_value_bytes=1000, prefix=prefix)
     opened.append(store)
     ops = [PutOp("a", (value(size),)) for size in (1001, 10, 20)]
     assert store.put(ops, DEADLINE_S).result() == [
@@ -233,7 +233,7 @@ def test_no_memory_of_the_size_of_a_page_is_allocated_on_the_way(
         "lmcache://host:1?prefix=",
         "lmcache://host:1?prefix=a%40b",
         f"lmcache://host:1?prefix={'p' * 65}",
-        "lmcache://host:1?max_value=2GiB",
+        "lmcache://host:1?max_value=8MiB",
     ],
 )
 def test_a_url_that_cannot_be_meant_is_refused_before_anything_is_asked(url: str) -> None:

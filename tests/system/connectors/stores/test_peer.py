@@ -96,8 +96,8 @@ def test_a_rank_without_a_port_is_refused() -> None:
         ("peer://127.0.0.1?peers=a,,b", "no network, address or name"),
         ("peer://127.0.0.1?ports=0-5", "ports: must be a port or a range"),
         ("peer://127.0.0.1?ports=9-5", "ports: must be a port or a range"),
-        ("peer://127.0.0.1?transport=udp", "transport: must be one of tcp, mooncake"),
-        ("peer://127.0.0.1?protocol=udp", "protocol: must be one of tcp, rdma"),
+        ("peer://127.0.0.1?transport=udp", "transport: must be one of tcp, mooncake, rdma"),
+        ("peer://127.0.0.1?protocol=rdma", "protocol: is not known here"),
         ("peer://127.0.0.1?devices=a b", "devices"),
         ("peer://127.0.0.1?lease=-1", "lease: must be a whole number of seconds from 0 to 86400"),
         ("peer://127.0.0.1?secret_file=/nowhere/secret", "secret_file cannot be read"),
@@ -154,7 +154,7 @@ def test_what_the_doctor_hears(opened: list[KVStore], tmp_path: Path) -> None:
 
 def test_a_secret_with_an_engine_that_asks_for_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x" * 32)
-    with pytest.raises(StoreError, match="does not protect transport=mooncake"):
+    with pytest.raises(StoreError, match="does not protect Mooncake's transfer engine"):
         open_store(f"peer://127.0.0.1?transport=mooncake&secret_file={tmp_path}/secret")
 
 
