@@ -262,8 +262,8 @@ def test_a_flipped_byte_in_the_pool_is_left_to_whoever_reads_pages(case: Case, s
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ("?vaule=1MiB", "vaule: is not known here; did you mean max_value"),
-        ("?max_value=2GiB", "max_value: must be a size such as 512MiB, at most 1GiB"),
+        ("?vaule=1MiB", "vaule: is not known here; known: http, max_value, prefix"),
+        ("?max_value=2GiB", "max_value: must be a size such as 4MiB, at most 1GiB"),
         ("?prefix=a/b", "prefix: must be 1 to 128 characters"),
         ("/path", "has no server"),
         ("", "no LMCache server answers"),

@@ -213,7 +213,7 @@ def test_a_hash_that_can_be_forged_is_left_alone(file_store: str) -> None:
         ({"stroe": 1}, "stroe: is not known here; did you mean store"),
         ({"revision": None}, "the KV layout depends on the attention backend"),
         ({"store": "nothing://x"}, "nothing"),
-        ({"store": "valkey://127.0.0.1:1?time=5"}, "valkey store: unknown setting time"),
+        ({"store": "valkey://127.0.0.1:1?time=5"}, "valkey store: time: is not known here"),
         ({"locality": "HERE"}, "must be LOCAL or REMOTE"),
     ],
 )
