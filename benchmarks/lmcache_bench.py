@@ -32,6 +32,7 @@ from kvparams.keys import KVShard
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal
 from kvparams_connectors.arena import Arena
 from kvparams_connectors.store import PutOp, ResultCode, open_store
+from kvparams_connectors.stores.lmcache.store import LMCacheStore
 from kvparams_connectors.stores.lmcache.wire import LMCacheNames
 from tests.support.lmcache_process import lmcache_environment, lmcache_python
 from tests.support.processes import Processes, free_ports
@@ -148,7 +149,7 @@ def measure(port: int, *, page_bytes: int, total_bytes: int, rounds: int) -> Non
         source[:] = random.Random(number).randbytes(page_bytes)
         seal(source, identities[number])
     url = f"lmcache://127.0.0.1:{port}?prefix={_PREFIX}"
-    store, two = open_store(url), open_store(f"{url}&threads=2")
+    store, two = open_store(url), LMCacheStore(("127.0.0.1", port), prefix=_PREFIX, threads=2)
     bare = [Bare(port, window) for window in (1, 4)]
     sides: dict[str, Side] = {
         "bare, one at a time": bare[0],

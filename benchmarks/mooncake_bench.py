@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--total-bytes", type=int, default=64 << 20, help="of all pages together (default 64 MiB)")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument(
-        "--also", action="append", default=[], metavar="SETTINGS", help="and stores with these settings: threads=1"
+        "--also", action="append", default=[], metavar="SETTINGS", help="and stores with these settings: replicas=2"
     )
     arguments = parser.parse_args(argv)
     print(f"machine: {os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}")

@@ -143,7 +143,7 @@ def _hit(folder: Path, model: Path, rounds: int) -> dict[str, object]:
             engines = {
                 "rule off": off,
                 "rule on": start("on", recompute_tokens_per_s=speed),
-                "rule on, slow store": start("slow", recompute_tokens_per_s=speed, store_bytes_per_s=1e5),
+                "rule on, slow store": start("slow", recompute_tokens_per_s=1e3 * speed),
             }
             processes.wait_ready(*engines.values(), within_s=_READY_S)
             sides = {name: stored(server) for name, server in engines.items()}

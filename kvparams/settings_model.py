@@ -32,6 +32,7 @@ __all__ = [
     "SettingsModel",
     "check_setting",
     "describe_setting_error",
+    "describe_setting_errors",
     "did_you_mean",
     "error_at",
     "find_setting_errors",
@@ -161,6 +162,12 @@ def describe_setting_error(found: ErrorDetails) -> str:
     if kind == "value_error":
         return str(context["error"])
     return found["msg"].replace("Input should be", "must be")
+
+
+def describe_setting_errors(error: ValidationError) -> str:
+    """Returns everything that is wrong in one line, each behind its path."""
+    found = find_setting_errors(error)
+    return "; ".join(f"{join_path(one['loc'])}: {describe_setting_error(one)}".removeprefix(": ") for one in found)
 
 
 def must_be_one_of(value: object, known: Iterable[str]) -> str:

@@ -16,8 +16,12 @@ __all__ = ["parse_json_object", "to_invalid_params"]
 
 _KINDS: Final[dict[str, ProblemKind]] = {
     "missing": "missing",
+    "bool_type": "type",
     "dict_type": "type",
+    "float_type": "type",
     "int_type": "type",
+    "list_type": "type",
+    "finite_number": "range",
     "invalid_key": "type",
     "model_type": "type",
     "string_type": "type",
@@ -30,8 +34,10 @@ _KINDS: Final[dict[str, ProblemKind]] = {
     "string_too_long": "length",
     "string_too_short": "length",
     "too_long": "length",
+    "too_short": "length",
     "conflict": "conflict",
     "critical": "critical",
+    "value_error": "value",
     "length": "length",
     "range": "range",
     "type": "type",

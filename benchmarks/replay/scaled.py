@@ -26,9 +26,9 @@ TOKENS: Final = 16
 """That stand for a block of the trace: a block of the engines' caches."""
 _PAGE: Final = 64
 """Tokens of a stored page."""
-_TOKEN_BYTES: Final = 1536
-"""Of KV of the reference engines' model, and little more with what a page has around it."""
-_UNIT: Final = 4096
+_TOKEN_BYTES: Final = 2048
+"""Of a store: the reference engines' model has 1536 bytes of KV, and a page takes whole units."""
+_UNIT: Final = 64 << 10
 _LEASE_S: Final = 3
 """For so long a peer keeps what a decode engine is to fetch; what is fetched is fetched at once."""
 _ANSWER: Final = 4
@@ -113,10 +113,10 @@ class Fleet:
         """Start it; `folder` is its own."""
         self.policy = policy
         self._processes = processes
-        nbytes = scale.blocks * TOKENS * _TOKEN_BYTES * 17 // 16 // _UNIT * _UNIT
-        url = f"peer://127.0.0.1?size={nbytes}&unit={_UNIT}&lease={_LEASE_S}"
+        nbytes = scale.blocks * TOKENS * _TOKEN_BYTES // _UNIT * _UNIT
+        url = f"peer://127.0.0.1?size={nbytes}&lease={_LEASE_S}"
         if scale.store == "file":
-            url = f"file://{folder}/kv?size={scale.prefill * nbytes}&unit={_UNIT}"
+            url = f"file://{folder}/kv?size={scale.prefill * nbytes}"
         pages = ("--page-tokens", str(_PAGE), "--block-size", str(TOKENS))
         pace = ("--blocks", str(scale.blocks), "--tokens-per-s", str(scale.tokens_per_s), "--max-sequences", "1")
         self.prefill = [processes.engine(f"p{at}", "prefill", url, *pages, *pace) for at in range(scale.prefill)]
@@ -130,7 +130,7 @@ class Fleet:
         ]
         (folder / "fleet.yaml").write_text(json.dumps({"instances": instances}))
         command += ["--config", str(folder / "fleet.yaml"), "--port", str(self.port), "--policy", policy]
-        command += ["--probe", "1", "--slow-start", "0", "--log-requests", "off"]
+        command += ["--probe", "1", "--log-requests", "off"]
         self.proxy: Server = processes.start(f"proxy-{policy}", *command, port=self.port)
 
     def wait_ready(self) -> None:

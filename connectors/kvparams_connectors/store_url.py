@@ -1,8 +1,7 @@
 """A store's URL and the settings in it: `scheme://place?name=value&name=value`.
 
-The same names mean the same thing for every store (`size`, `threads`). A setting that a store does not know is refused,
-with the known ones listed; a misspelt limit must not be a limit that is silently not there. A URL may have a secret in
-it where it should have none, so what is said of one is what `redact_url` leaves of it.
+`store_settings` has the models of the settings. A URL may have a secret in it where it should have none, so what is
+said of one is what `redact_url` leaves of it.
 """
 
 import re
@@ -13,7 +12,6 @@ from typing import Final
 from urllib.parse import parse_qsl, unquote, unquote_plus, urlsplit
 
 from kvparams.errors import KVParamsError
-from kvparams.settings_model import did_you_mean
 
 __all__ = ["StoreError", "StoreURL", "StoreUnreachable", "is_loopback", "parse_size", "redact_url"]
 
@@ -32,8 +30,8 @@ _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _VALUE: Final = re.compile(r"[A-Za-z0-9._:/%+-]{0,128}")
 _TIER: Final = re.compile(r"l[1-9]")
 _HARMLESS: Final = frozenset({
-    "buffer", "connect_ms", "http", "lease", "max_value", "ports", "prefix", "promote", "protocol", "replicas",
-    "segment", "size", "soft_pin", "staging", "threads", "transport", "ttl", "unit", "value", "write",
+    "http", "lease", "max_value", "ports", "prefix", "protocol", "replicas", "segment", "size", "threads", "transport",
+    "ttl", "write",
 })  # fmt: skip
 """Settings whose values are shown: numbers, choices and names."""
 _HIDDEN: Final = "..."
@@ -167,33 +165,3 @@ class StoreURL:
     def __repr__(self) -> str:
         """Only what may be shown."""
         return f"StoreURL({self.redacted!r})"
-
-    def reject_unknown(self, *known: str) -> None:
-        """Refuse every setting that is not in `known`."""
-        unknown = sorted(set(self.settings) - set(known))
-        if unknown:
-            raise StoreError(
-                f"{self.scheme} store: unknown setting {', '.join(unknown)} in {self.redacted!r}; "
-                f"{did_you_mean(unknown[0], known)}known: {', '.join(known)}"
-            )
-
-    def read_size(self, name: str) -> int | None:
-        """The setting `name` in bytes; None if it is not there."""
-        text = self.settings.get(name)
-        return None if text is None else parse_size(text)
-
-    def read_int(self, name: str, default: int, *, low: int, high: int) -> int:
-        """The setting `name` as a whole number in [low, high]."""
-        text = self.settings.get(name)
-        if text is None:
-            return default
-        if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
-            raise StoreError(f"{self.scheme} store: {name}={text} must be a whole number from {low} to {high}")
-        return int(text)
-
-    def read_choice(self, name: str, default: str, *others: str) -> str:
-        """The setting `name`: `default` or one of `others`."""
-        text = self.settings.get(name, default)
-        if text != default and text not in others:
-            raise StoreError(f"{self.scheme} store: {name}={text} must be one of {', '.join((default, *others))}")
-        return text

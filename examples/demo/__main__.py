@@ -29,7 +29,7 @@ from demo.texts import MAX_TURNS
 from demo.vllm_demo import NIXL, run_controls, start_vllm_fleet
 from kvparams.errors import KVParamsError
 from kvparams_connectors.store import open_store
-from kvparams_connectors.store_url import StoreURL, redact_url
+from kvparams_connectors.store_url import StoreURL, parse_size, redact_url
 
 __all__ = ["main"]
 
@@ -113,7 +113,7 @@ def _size_bytes(url: StoreURL) -> int | None:
     path = Path(url.path)
     if "size" not in url.settings and url.scheme == "file" and path.is_file():
         return path.stat().st_size
-    return url.read_size("size")
+    return parse_size(url.settings["size"]) if "size" in url.settings else None
 
 
 async def _run(arguments: argparse.Namespace, directory: Path, display: Display) -> None:

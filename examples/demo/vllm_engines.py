@@ -41,6 +41,8 @@ ENGINE_BYTES: Final = 1_300 << 20
 """Of memory, at most."""
 _MAKING_S: Final = 300.0
 _HERE: Final = "127.0.0.1"
+_CONNECTOR: Final = "kvparams_connectors.engines.vllm.connector"
+_UNVERIFIED: Final = "demo.unverified_connector"
 
 Transfer = tuple[str, Mapping[str, str]]
 """What follows `--kv-transfer-config`, and what the connector wants in the environment."""
@@ -86,11 +88,11 @@ def store_transfer(name: str, role: str, store: str, *, verify: bool = True) -> 
         store = f"peer://{_HERE}:{free_port() if role == 'kv_producer' else 0}?{told}"
     settings = {
         "kv_connector": "KVParamsConnector",
-        "kv_connector_module_path": "kvparams_connectors.engines.vllm.connector",
+        "kv_connector_module_path": _CONNECTOR if verify else _UNVERIFIED,
         "kv_role": role,
         "engine_id": name,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"store": store, "verify": verify},
+        "kv_connector_extra_config": {"store": store},
     }
     return json.dumps(settings), {}
 

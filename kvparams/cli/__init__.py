@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol, cast
 
 from kvparams import plugins
-from kvparams.errors import KVParamsError, PluginError
+from kvparams.errors import KVParamsError, PluginError, printable
+from kvparams.settings_model import did_you_mean
 from kvparams.version import __version__
 
 __all__ = ["Command", "main"]
@@ -60,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and (error := broken.get(argv[0])) is not None:
         print(f"kvparams: {error}", file=sys.stderr)
         return 2
-    arguments = parser.parse_args(argv)
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(_describe_unknown(unknown, argv[0], subparsers.choices[argv[0]]))
     try:
         return cast("Command", arguments.command).run(arguments)
     except KVParamsError as error:
@@ -71,3 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         return 141
+
+
+def _describe_unknown(unknown: Sequence[str], command: str, parser: argparse.ArgumentParser) -> str:
+    """Returns a sentence about the first option that a command does not have, or about arguments too many."""
+    option = next((one.partition("=")[0] for one in unknown if one.startswith("--")), None)
+    if option is None:
+        return f"{command} takes no such arguments: {printable(' '.join(unknown))}"
+    actions = parser._option_string_actions.items()  # pyright: ignore[reportPrivateUsage]
+    nearest = did_you_mean(option, [name for name, action in actions if action.help != argparse.SUPPRESS])
+    return f"{command} has no option {printable(option)}; {nearest}see kvparams {command} --help"

@@ -253,12 +253,23 @@ def validate_message(
             if any(is_required(row, leg, engine) for row in rows):
                 problems.append(Problem(shown, "missing", "Field required"))
         else:
-            faults = [row.value_type.find_problem(value, shown) for row in rows]
-            if None not in faults:
-                problems.append(next(fault for fault in reversed(faults) if fault is not None))
+            fault = _find_fault(rows, value, shown)
+            if fault is not None:
+                problems.append(fault)
             elif any(leg in row.marker_values and row.marker_values[leg] != value for row in rows):
                 problems.append(Problem(shown, "value", "is of another leg"))
     return problems
+
+
+def _find_fault(rows: Sequence[NativeKey], value: object, path: MessagePath) -> Problem | None:
+    """Returns what is wrong with a value in its latest form; None if it has one of the forms."""
+    latest: Problem | None = None
+    for row in reversed(rows):
+        fault = row.value_type.find_problem(value, path)
+        if fault is None:
+            return None
+        latest = latest or fault
+    return latest
 
 
 def is_required(row: NativeKey, leg: LegCode, engine: str | None) -> bool:

@@ -368,7 +368,7 @@ def _in_order(table: DialectTable, leg: LegCode, tree: JSONObject) -> JSONObject
 
 
 def _fits(rows: list[NativeKey], value: object) -> bool:
-    return any(row.value_type.find_problem(value, ()) is None for row in rows)
+    return any(row.value_type.find_problem(value, ()) is None for row in reversed(rows))
 
 
 def _reshaped(value: object) -> list[object]:

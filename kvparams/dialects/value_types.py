@@ -4,13 +4,15 @@ Every value has a bound. Engines have none: a `tp_size` of a billion makes vLLM 
 issue #51137), so it is refused here.
 """
 
-import re
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf, nextafter
 from typing import Final, Protocol, cast
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import CoreSchema, SchemaValidator, core_schema
 
 from kvparams.dialects.message import MessagePath
 from kvparams.errors import Problem, ProblemKind
@@ -50,11 +52,6 @@ __all__ = [
 ]
 
 
-_ARRAYS: Final = {(0, 2**31 - 1): "Ii", (0, 2**32 - 1): "I"}
-"""Of a range of integers, the codes of the arrays that take all of them and no other: an array of C integers is made
-two to four times as fast as a minimum and a maximum are found."""
-
-
 class ValueType(Protocol):
     """A `ValueType` says which values a native key may have."""
 
@@ -68,25 +65,64 @@ class ValueType(Protocol):
         ...
 
 
-def _fault(path: MessagePath, kind: ProblemKind, words: str) -> Problem:
-    return Problem(path, kind, f"Input should be {words}")
-
-
+_ARRAYS: Final = {(0, 2**31 - 1): "Ii", (0, 2**32 - 1): "I"}
+"""Of a range of integers, the codes of the arrays that take all of them and no other: an array of C integers is made
+two to four times as fast as a minimum and a maximum are found."""
+_MANY: Final = 32
+"""Pydantic is faster for shorter lists of integers, and an array for longer ones."""
 JSON: Final = TypeAdapter(JSONValue)
 """Judges JSON that nobody understands, by the bounds of the document."""
 
 
-def _bounded(value: object, path: MessagePath) -> Problem | None:
-    try:
-        JSON.validate_python(value)
-    except ValidationError as error:
-        (found,) = to_invalid_params(error).problems
-        return Problem((*path, *found.path), found.kind, found.message)
-    return None
+@dataclass(frozen=True, slots=True)
+class _SchemaType(ABC):
+    """A type whose values pydantic checks. A subclass has the bounds, as its own fields."""
+
+    validator: SchemaValidator = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "validator", SchemaValidator(self.schema()))
+
+    @abstractmethod
+    def schema(self) -> CoreSchema:
+        """Returns what pydantic checks."""
+
+    def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+        """Returns the first problem of a value."""
+        if self.validator.isinstance_python(value):
+            return None
+        try:
+            self.validator.validate_python(value)
+        except ValidationError as error:
+            return self.describe_problem(value, path, to_invalid_params(error).problems)
+        return None
+
+    def describe_problem(self, value: object, path: MessagePath, found: Sequence[Problem]) -> Problem:
+        """Returns the problem of a value in the words of this type.
+
+        Args:
+            value: one that pydantic refuses.
+            path: where it stands.
+            found: everything that pydantic has found.
+        """
+        return Problem(path, found[0].kind, f"Input should be {cast('ValueType', self).description}")
+
+
+def _schema_of(form: ValueType) -> CoreSchema:
+    """Returns the schema of a type; of one that others define, a function that asks it."""
+    if isinstance(form, _SchemaType):
+        return form.schema()
+
+    def check(value: object) -> object:
+        if (problem := form.find_problem(value, ())) is not None:
+            raise ValueError(problem.message)
+        return value
+
+    return core_schema.no_info_plain_validator_function(check)
 
 
 @dataclass(frozen=True, slots=True)
-class IntegerType:
+class IntegerType(_SchemaType):
     """An integer."""
 
     low: int
@@ -97,14 +133,12 @@ class IntegerType:
         """Returns the bounds in words."""
         return f"an integer from {self.low} to {self.high}"
 
-    def find_problem(self, value: object, path: MessagePath) -> Problem | None:
-        """Returns the problem of a value that is no integer within the bounds."""
-        if type(value) is not int:
-            return _fault(path, "type", self.description)
-        return None if self.low <= value <= self.high else _fault(path, "range", self.description)
+    def schema(self) -> CoreSchema:
+        """Returns what pydantic checks."""
+        return core_schema.int_schema(strict=True, ge=self.low, le=self.high)
 
     def has_all(self, values: list[object]) -> bool:
-        """Returns True if every value is a valid integer, at the speed of C, since there are many block ids."""
+        """Returns True if every value is a valid integer, faster than pydantic for many block ids."""
         if list(map(type, values)).count(int) != len(values):
             return False
         numbers = cast("list[int]", values)
@@ -120,18 +154,18 @@ class IntegerType:
 
 
 @dataclass(frozen=True, slots=True)
-class BooleanType:
+class BooleanType(_SchemaType):
     """True or false."""
 
     description: str = "true or false"
 
-    def find_problem(self, value: object, path: MessagePath) -> Problem | None:
-        """Returns the problem of a value that is no boolean."""
-        return None if type(value) is bool else _fault(path, "type", self.description)
+    def schema(self) -> CoreSchema:
+        """Returns what pydantic checks."""
+        return core_schema.bool_schema(strict=True)
 
 
 @dataclass(frozen=True, slots=True)
-class NumberType:
+class NumberType(_SchemaType):
     """A number within the bounds of any that is kept unread; a point in time on somebody's clock, for instance."""
 
     low: int = -(2**63)
@@ -142,19 +176,27 @@ class NumberType:
         """Returns the bounds in words."""
         return f"a number from {self.low} to {self.high}"
 
-    def find_problem(self, value: object, path: MessagePath) -> Problem | None:
-        """Returns the problem of a value that is no number within the bounds."""
-        if type(value) not in (int, float):
-            return _fault(path, "type", self.description)
-        return None if self.low <= cast("float", value) <= self.high else _fault(path, "range", self.description)
+    def schema(self) -> CoreSchema:
+        """Returns what pydantic checks."""
+        low, high = float(self.low), float(self.high)
+        low = nextafter(low, inf) if low < self.low else low
+        high = nextafter(high, -inf) if high > self.high else high
+        return core_schema.tagged_union_schema(
+            {
+                "whole": core_schema.int_schema(strict=True, ge=self.low, le=self.high),
+                "other": core_schema.float_schema(strict=True, ge=low, le=high, allow_inf_nan=False),
+            },
+            discriminator=lambda value: "whole" if type(value) is int else "other",
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class TextType:
+class TextType(_SchemaType):
     """Text of a length; of a form, where there is one."""
 
     most: int = 256
     pattern: str | None = None
+    """What the whole text matches, in the syntax of Rust's regular expressions (without look-around)."""
     what: str = "text"
     least: int = 1
 
@@ -163,19 +205,14 @@ class TextType:
         """Returns the kind of text and its length bounds in words."""
         return f"{self.what} of {self.least} to {self.most} characters"
 
-    def find_problem(self, value: object, path: MessagePath) -> Problem | None:
-        """Returns the problem of a value that is no text, or has the wrong length or form."""
-        if not isinstance(value, str):
-            return _fault(path, "type", self.description)
-        if not self.least <= len(value) <= self.most:
-            return _fault(path, "length", self.description)
-        if self.pattern is not None and re.fullmatch(self.pattern, value) is None:
-            return _fault(path, "value", self.description)
-        return None
+    def schema(self) -> CoreSchema:
+        """Returns what pydantic checks."""
+        pattern = None if self.pattern is None else f"^(?:{self.pattern})$"
+        return core_schema.str_schema(strict=True, min_length=self.least, max_length=self.most, pattern=pattern)
 
 
 @dataclass(frozen=True, slots=True)
-class DecimalTextType:
+class DecimalTextType(_SchemaType):
     """An integer as a header carries it: as decimal text."""
 
     low: int
@@ -186,17 +223,14 @@ class DecimalTextType:
         """Returns the bounds in words."""
         return f"text that spells an integer from {self.low} to {self.high}"
 
-    def find_problem(self, value: object, path: MessagePath) -> Problem | None:
-        """Returns the problem of a value that does not spell an integer within the bounds."""
-        if not isinstance(value, str):
-            return _fault(path, "type", self.description)
-        if re.fullmatch(r"0|-?[1-9][0-9]{0,18}", value) is None:
-            return _fault(path, "value", self.description)
-        return None if self.low <= int(value) <= self.high else _fault(path, "range", self.description)
+    def schema(self) -> CoreSchema:
+        """Returns what pydantic checks."""
+        text = core_schema.str_schema(strict=True, pattern=r"^(?:0|-?[1-9][0-9]{0,18})$")
+        return core_schema.chain_schema([text, core_schema.int_schema(ge=self.low, le=self.high)])
 
 
 @dataclass(frozen=True, slots=True)
-class EnumType:
+class EnumType(_SchemaType):
     """An `EnumType` accepts a few words or numbers."""
 
     choices: tuple[str | int, ...]
@@ -206,15 +240,27 @@ class EnumType:
         """Returns the choices in words."""
         return f"one of {', '.join(map(str, self.choices))}"
 
-    def find_problem(self, value: object, path: MessagePath) -> Problem | None:
-        """Returns the problem of a value that is none of the choices."""
-        if type(value) not in {type(choice) for choice in self.choices}:
-            return _fault(path, "type", self.description)
-        return None if value in self.choices else _fault(path, "value", self.description)
+    def schema(self) -> CoreSchema:
+        """Returns what pydantic checks: a number is an integer first, because True equals 1."""
+        words = [choice for choice in self.choices if isinstance(choice, str)]
+        numbers = [choice for choice in self.choices if isinstance(choice, int)]
+        forms: list[CoreSchema | tuple[CoreSchema, str]] = []
+        if words:
+            forms.append(core_schema.literal_schema(words))
+        if numbers:
+            whole = core_schema.int_schema(strict=True, ge=min(numbers), le=max(numbers))
+            forms.append(core_schema.chain_schema([whole, core_schema.literal_schema(numbers)]))
+        return core_schema.union_schema(forms, mode="left_to_right")
+
+    def describe_problem(self, value: object, path: MessagePath, found: Sequence[Problem]) -> Problem:
+        """Returns the problem of a value in the words of this type."""
+        known = {type(choice) for choice in self.choices}
+        kind: ProblemKind = "value" if type(value) in known else "type"
+        return Problem(path, kind, f"Input should be {self.description}")
 
 
 @dataclass(frozen=True, slots=True)
-class ListType:
+class ListType(_SchemaType):
     """A list."""
 
     inner: ValueType
@@ -228,26 +274,36 @@ class ListType:
         """Returns the length bound and the type of the elements in words."""
         return f"a list of at most {self.most}, each {self.inner.description}"
 
+    def schema(self) -> CoreSchema:
+        """Returns what pydantic checks; it ends with the first entry that is wrong."""
+        entry = _schema_of(self.inner)
+        if self.null:
+            entry = core_schema.nullable_schema(entry)
+        return core_schema.list_schema(entry, strict=True, min_length=self.least, max_length=self.most, fail_fast=True)
+
     def find_problem(self, value: object, path: MessagePath) -> Problem | None:
-        """Returns the first problem of the list or of one of its elements."""
-        if not isinstance(value, list):
-            return _fault(path, "type", self.description)
-        entries = cast("list[object]", value)
-        if not self.least <= len(entries) <= self.most:
-            return _fault(path, "length", self.description)
-        if type(self.inner) is IntegerType and self.inner.has_all(entries):
-            return None
-        for index, entry in enumerate(entries):
-            if entry is None and self.null:
-                continue
-            found = self.inner.find_problem(entry, (*path, index))
-            if found is not None:
-                return found
-        return None
+        """Returns the first problem of the list or of one of its entries."""
+        if isinstance(value, list) and self.least <= len(cast("list[object]", value)) <= self.most:
+            entries = cast("list[object]", value)
+            if type(self.inner) is IntegerType and len(entries) >= _MANY and self.inner.has_all(entries):
+                return None
+            if type(self.inner) is ListType and not self.null:
+                faults = (self.inner.find_problem(entry, (*path, index)) for index, entry in enumerate(entries))
+                return next((fault for fault in faults if fault is not None), None)
+        return _SchemaType.find_problem(self, cast("object", value), path)
+
+    def describe_problem(self, value: object, path: MessagePath, found: Sequence[Problem]) -> Problem:
+        """Returns the problem of the list, or that of its first wrong entry in the words of the entry's type."""
+        place = found[0].path
+        if place and isinstance(index := place[0], int):
+            problem = self.inner.find_problem(cast("list[object]", value)[index], (*path, index))
+            if problem is not None:
+                return problem
+        return Problem(path, found[0].kind, f"Input should be {self.description}")
 
 
 @dataclass(frozen=True, slots=True)
-class UnionType:
+class UnionType(_SchemaType):
     """A `UnionType` accepts values of several types."""
 
     forms: Sequence[ValueType]
@@ -257,26 +313,15 @@ class UnionType:
         """Returns the descriptions of all types."""
         return ", or ".join(form.description for form in self.forms)
 
-    def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+    def schema(self) -> CoreSchema:
+        """Returns what pydantic checks."""
+        return core_schema.union_schema([_schema_of(form) for form in self.forms], mode="left_to_right")
+
+    def describe_problem(self, value: object, path: MessagePath, found: Sequence[Problem]) -> Problem:
         """Returns the problem of a value that fits none of the types, the most specific one."""
-        faults = [form.find_problem(value, path) for form in self.forms]
-        if None in faults:
-            return None
-        told = [fault for fault in faults if fault is not None and fault.kind != "type"]
-        return told[0] if told else _fault(path, "type", self.description)
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectType:
-    """An object that only its engine understands."""
-
-    description: str = "an object"
-
-    def find_problem(self, value: object, path: MessagePath) -> Problem | None:
-        """Returns the problem of a value that is no object of bounded size."""
-        return (
-            _bounded(cast("object", value), path) if isinstance(value, dict) else _fault(path, "type", self.description)
-        )
+        faults = (form.find_problem(value, path) for form in self.forms)
+        told = (fault for fault in faults if fault is not None and fault.kind != "type")
+        return next(told, Problem(path, "type", f"Input should be {self.description}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +332,25 @@ class AnyType:
 
     def find_problem(self, value: object, path: MessagePath) -> Problem | None:
         """Returns the problem of a value that is too large or too deep."""
-        return _bounded(value, path)
+        try:
+            JSON.validate_python(value)
+        except ValidationError as error:
+            (found,) = to_invalid_params(error).problems
+            return Problem((*path, *found.path), found.kind, found.message)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectType(AnyType):
+    """An object that only its engine understands."""
+
+    description: str = "an object"
+
+    def find_problem(self, value: object, path: MessagePath) -> Problem | None:
+        """Returns the problem of a value that is no object of bounded size."""
+        if not isinstance(value, dict):
+            return Problem(path, "type", f"Input should be {self.description}")
+        return AnyType.find_problem(self, cast("object", value), path)
 
 
 _MOST_BLOCKS: Final = 65_536

@@ -1,11 +1,10 @@
 """Secrets that an operator gives the proxy: the engines' keys, the key of the admin API.
 
-They come from files or environment variables, never from the command line, where everybody on the machine reads them. A
+They come from files, never from the command line, where everybody on the machine reads them. A
 secret's text is available only through explicit calls; logs, errors and settings show its name.
 """
 
 import re
-from collections.abc import Mapping
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Final
 
 from kvparams.errors import KVParamsError
 
-__all__ = ["Secret", "SecretError", "is_accessible_by_others", "secret_from_file", "secret_from_variable"]
+__all__ = ["Secret", "SecretError", "is_accessible_by_others", "secret_from_file"]
 
 _MAX_BYTES: Final = 4096
 _SECRET: Final = re.compile(r"[!-~]{1,4096}")
@@ -73,7 +72,10 @@ def secret_from_file(path: Path) -> Secret:
             raw = file.read(_MAX_BYTES + 64)
     except OSError as error:
         raise SecretError(f"the secret in {path} cannot be read: {error.strerror or 'failed'}") from error
-    return _secret(raw.decode("ascii", "replace").strip(), str(path))
+    try:
+        return Secret(raw.decode("ascii", "replace").strip())
+    except SecretError as error:
+        raise SecretError(f"{path}: {error}") from None
 
 
 def is_accessible_by_others(path: Path) -> bool:
@@ -82,21 +84,3 @@ def is_accessible_by_others(path: Path) -> bool:
         return path.stat().st_mode & 0o077 != 0
     except OSError:  # whoever reads it says so
         return False
-
-
-def secret_from_variable(name: str, environment: Mapping[str, str]) -> Secret:
-    """Reads a secret from an environment variable.
-
-    Raises:
-        SecretError: it is not set, or holds no secret.
-    """
-    if name not in environment:
-        raise SecretError(f"the environment variable {name} is not set")
-    return _secret(environment[name].strip(), f"the environment variable {name}")
-
-
-def _secret(text: str, where: str) -> Secret:
-    try:
-        return Secret(text)
-    except SecretError as error:
-        raise SecretError(f"{where}: {error}") from None

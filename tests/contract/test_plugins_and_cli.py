@@ -98,3 +98,20 @@ def test_a_command_whose_extra_is_missing_says_so(
     monkeypatch.setattr("kvparams.plugins.load_each_plugin", missing)
     assert main(["proxy", "--help"]) == 2
     assert "pip install 'kvparams[proxy]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--queue-wat", "3"), "proxy has no option --queue-wat; did you mean --queue-wait? see kvparams proxy --help"),
+        (("--plain-asgi",), "proxy has no option --plain-asgi; "),
+        (("fleet.yaml",), "proxy takes no such arguments: fleet.yaml"),
+    ],
+)
+def test_an_option_that_a_command_does_not_have_is_refused_with_the_nearest(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["proxy", *words])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -8,10 +8,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, ClassVar, Self
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 
 from kvparams.page_auth import PageAuthKeys
-from kvparams.settings_model import Allowed, SettingsModel, describe_setting_error, find_setting_errors, join_path
+from kvparams.settings_model import Allowed, SettingsModel, describe_setting_errors
 from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.transfer.page_auth_keys import read_page_auth_keys
 
@@ -31,16 +31,18 @@ _URL = Annotated[str, Field(min_length=1), Allowed("the store's URL: valkey://ho
 
 
 class EngineSettings(SettingsModel):
-    """Settings that every adapter has."""
+    """Settings that every adapter has. The docstrings of fields are their descriptions in the reference."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
 
     null_is_absent: ClassVar[bool] = True
 
     store: _URL = Field("", validate_default=True, repr=False)
     """The URL of a store that other processes reach."""
     revision: Text | None = None
-    """Identifies these weights among others of the same name; None: from the files."""
+    """Identifies these weights among others of the same name (default: what the files say)."""
     seal_keys: FilePath | None = None
-    """A key file of authenticated pages."""
+    """The key file of authenticated pages; all engines that share need the same one."""
 
     @classmethod
     def read(cls, given: Mapping[str, object], where: str, of_engine: Collection[str]) -> Self:
@@ -57,9 +59,7 @@ class EngineSettings(SettingsModel):
         try:
             return cls.model_validate({name: value for name, value in given.items() if name not in of_engine})
         except ValidationError as error:
-            found = find_setting_errors(error)
-            said = (f"{join_path(one['loc'])}: {describe_setting_error(one)}".removeprefix(": ") for one in found)
-            raise StoreError(f"{where}: {'; '.join(said)}") from None
+            raise StoreError(f"{where}: {describe_setting_errors(error)}") from None
 
     def read_seals(self) -> PageAuthKeys | None:
         """Returns the keys of authenticated pages.

@@ -19,7 +19,7 @@ _LEAST_BYTES: Final = 64 << 10
 class LoadRate:
     """A moving average of how fast loads are, and what follows from it. Any thread may use it."""
 
-    def __init__(self, recompute_tokens_per_s: float | None, store_bytes_per_s: float | None) -> None:
+    def __init__(self, recompute_tokens_per_s: float | None, store_bytes_per_s: float | None = None) -> None:
         """Begins without a measurement.
 
         Args:

@@ -181,12 +181,11 @@ def _make_settings(
             continuation=options.continuation,
             probe_interval_s=options.probe,
             limits={
-                Role.PREFILL: RoleLimits(options.prefill_requests, options.prefill_tokens),
-                Role.DECODE: RoleLimits(options.decode_requests, options.decode_tokens),
-                Role.AGGREGATED: RoleLimits(options.aggregated_requests, options.aggregated_tokens),
+                Role.PREFILL: RoleLimits(options.prefill_requests),
+                Role.DECODE: RoleLimits(options.decode_requests),
+                Role.AGGREGATED: RoleLimits(options.aggregated_requests),
             },
             queue=QueueLimits(options.queue, options.queue_per_tenant, options.queue_wait),
-            slow_start_s=options.slow_start,
             expose_route=options.expose_route,
             log_requests=options.log_requests,
             trace=options.trace,
@@ -211,7 +210,6 @@ def _server_settings(options: ProxyOptions, tls: ssl.SSLContext | None, notes: l
         drain_delay_s=options.drain_delay,
         grace_s=options.grace,
         tls=tls,
-        direct=not options.plain_asgi,
     )
 
 

@@ -1,6 +1,5 @@
 """Builds the parts of the configuration that hold secrets: tokens, keys, certificates."""
 
-import os
 import ssl
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +10,7 @@ from kvparams_proxy.config.sharing import SharingSettings, share_server
 from kvparams_proxy.config.signing import ReloadingSigner, SigningSettings
 from kvparams_proxy.config_errors import ConfigProblems
 from kvparams_proxy.requests.api_keys_file import APIKeysError, read_api_keys
-from kvparams_proxy.secret import Secret, SecretError, is_accessible_by_others, secret_from_file, secret_from_variable
+from kvparams_proxy.secret import Secret, SecretError, is_accessible_by_others, secret_from_file
 from kvparams_proxy.tls import ServerTLSSettings, TLSError, server_ssl_context
 
 __all__ = [
@@ -42,14 +41,10 @@ def notes_of_open_files(*paths: Path | None) -> list[str]:
 
 
 def admin_token(options: ProxyOptions, problems: ConfigProblems) -> Secret | None:
-    path, variable = options.admin_token_file, options.admin_token_env
-    if path is not None and variable is not None:
-        problems.add("--admin-token-env", "excludes --admin-token-file; give only one of them")
+    if options.admin_token_file is None:
         return None
     try:
-        if path is not None:
-            return secret_from_file(path)
-        return None if variable is None else secret_from_variable(variable, os.environ)
+        return secret_from_file(options.admin_token_file)
     except SecretError as error:
         problems.add("the admin API's token", str(error))
         return None

@@ -169,9 +169,6 @@ class _LegOptions(_OptionGroup):
     probe: Annotated[
         Seconds, described("seconds between two health checks of an engine, which also ask which models it serves")
     ] = 5.0
-    slow_start: Annotated[
-        SecondsOrNone, described("seconds in which the load of an engine that comes back rises to its full share")
-    ] = 10.0
 
 
 class _RoomOptions(_OptionGroup):
@@ -181,31 +178,13 @@ class _RoomOptions(_OptionGroup):
         Count | None,
         described("the largest number of requests that run on one prefill engine; others wait in the proxy"),
     ] = None
-    prefill_tokens: Annotated[
-        Count | None,
-        described(
-            "the largest number of prompt tokens that run on one prefill engine; other requests wait in the proxy"
-        ),
-    ] = None
     decode_requests: Annotated[
         Count | None,
         described("the largest number of requests that run on one decode engine; others wait in the proxy"),
     ] = None
-    decode_tokens: Annotated[
-        Count | None,
-        described(
-            "the largest number of prompt tokens that run on one decode engine; other requests wait in the proxy"
-        ),
-    ] = None
     aggregated_requests: Annotated[
         Count | None,
         described("the largest number of requests that run on one aggregated engine; others wait in the proxy"),
-    ] = None
-    aggregated_tokens: Annotated[
-        Count | None,
-        described(
-            "the largest number of prompt tokens that run on one aggregated engine; other requests wait in the proxy"
-        ),
     ] = None
     queue: Annotated[
         CountOrNone,
@@ -254,9 +233,6 @@ class _AdminOptions(_OptionGroup):
     admin_token_file: Annotated[File | None, described("serve the admin API, and require the token in this file")] = (
         None
     )
-    admin_token_env: Annotated[
-        Name | None, described("serve the admin API, and require the token in this environment variable")
-    ] = None
 
 
 class _TelemetryOptions(_OptionGroup):
@@ -278,17 +254,7 @@ class _TelemetryOptions(_OptionGroup):
     ] = None
 
 
-class _FaultOptions(_OptionGroup):
-    title = "troubleshooting"
-
-    plain_asgi: Annotated[
-        Switch,
-        described("write answers through ASGI instead of directly to the transport; slower, with the same results"),
-    ] = False
-
-
 class ProxyOptions(
-    _FaultOptions,
     _TelemetryOptions,
     _AdminOptions,
     _SigningOptions,

@@ -23,6 +23,7 @@ __all__ = [
     "Connector",
     "EngineRole",
     "EngineTLS",
+    "EngineTLSFiles",
     "EngineURL",
     "EventStream",
     "FilePath",
@@ -32,7 +33,6 @@ __all__ = [
     "ShortText",
     "StoreName",
     "Switch",
-    "VariableName",
     "check_addresses",
     "check_connector",
     "check_id",
@@ -204,9 +204,6 @@ Addresses = Annotated[
 EventStream = Annotated[str, PlainValidator(_check_stream)]
 Switch = Annotated[bool, Allowed("true or false")]
 FilePath = Annotated[Path, PlainValidator(check_path)]
-VariableName = Annotated[
-    str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,127}$"), Allowed("the name of an environment variable")
-]
 
 
 def _check_store(value: object) -> str | None:
@@ -222,7 +219,9 @@ def _check_store(value: object) -> str | None:
 StoreName = Annotated[str | None, PlainValidator(_check_store)]
 
 
-class _EngineTLSFiles(SettingsModel):
+class EngineTLSFiles(SettingsModel):
+    """The member `tls` of an engine."""
+
     ca: FilePath | None = None
     certificate: FilePath | None = None
     key: FilePath | None = None
@@ -230,7 +229,7 @@ class _EngineTLSFiles(SettingsModel):
 
 
 def _check_tls(value: object, info: ValidationInfo) -> EngineTLSSettings:
-    files = _EngineTLSFiles.model_validate(value, context=info.context)
+    files = EngineTLSFiles.model_validate(value, context=info.context)
     if not files.model_fields_set:
         raise ValueError(f"must be an object with one or more of {', '.join(files.setting_names())}")
     return EngineTLSSettings(files.ca, files.certificate, files.key, files.server_name)

@@ -25,7 +25,6 @@ from kvparams_proxy.config.spec_fields import (
     ShortText,
     StoreName,
     Switch,
-    VariableName,
     rules_of,
 )
 from kvparams_proxy.config_errors import ConfigProblems
@@ -50,21 +49,10 @@ class CredentialMembers(SettingsModel):
     """The members that name the places of an engine's key and certificates."""
 
     key_file: Annotated[FilePath | None, Field(description="the file with the engine's API key")] = None
-    key_env: Annotated[
-        VariableName | None,
-        Field(description="the environment variable with the engine's API key; excludes `key_file`"),
-    ] = None
     tls: Annotated[
         EngineTLS | None,
         Field(description="for an `https` engine, any of these members; see [security](security.md)"),
     ] = None
-
-    @field_validator("key_env")
-    @classmethod
-    def _check_one_key(cls, name: str | None, info: ValidationInfo) -> str | None:
-        if info.data.get("key_file") is not None:
-            raise ValueError("excludes key_file; give only one of them")
-        return name
 
     @field_validator("tls")
     @classmethod
@@ -76,8 +64,6 @@ class CredentialMembers(SettingsModel):
     def credential_sources(self, rules: SpecRules) -> CredentialSources:
         """Returns what is named here, and what the rules name where this is silent."""
         given: dict[str, Any] = {name: getattr(self, name) for name in _CREDENTIALS if name in self.model_fields_set}
-        if "key_file" in given or "key_env" in given:
-            given = {"key_file": None, "key_env": None, **given}
         return replace(rules.credential_sources, **given)
 
 

@@ -55,7 +55,7 @@ def test_without_lmcache_it_is_said_what_to_install() -> None:
     assert importlib.util.find_spec("lmcache") is None
     with pytest.raises(StoreError, match=r"pip install 'kvparams\[lmcache\]'"):
         LMCacheMPLibrary()
-    with pytest.raises(StoreError, match="unknown setting size"):
+    with pytest.raises(StoreError, match="size: is not known here"):
         open_url(StoreURL.parse("lmcache-mp://127.0.0.1:5555?size=1GiB"))
 
 

@@ -178,7 +178,7 @@ def test_the_control_with_lmcaches_own_connector_a_flipped_byte_is_loaded(server
 @pytest.mark.slow
 @pytest.mark.alone
 def test_a_server_that_stops_costs_the_deadline_and_then_nothing(start: Start, server: ValkeyServer) -> None:
-    more = "  remote_storage_plugin.kvparams.deadline_ms: 500\n  remote_storage_plugin.kvparams.lookup_ms: 300\n"
+    more = "  remote_storage_plugin.kvparams.deadline_ms: 500\n"
     worker = start(server.url, more)
     free = worker.ask("free")["bytes"]
     worker.ask("put", "1")

@@ -114,7 +114,7 @@ def test_settings_stand_in_lmcaches_own_configuration() -> None:
             "deadlin_ms: is not known here; did you mean deadline_ms",
         ),
         ({f"{START}store": "memory:", f"{START}deadline_ms": 0}, "must be a whole number"),
-        ({f"{START}store": "memory:", f"{START}lookup_ms": True}, "must be a whole number"),
+        ({f"{START}store": "memory:", f"{START}deadline_ms": True}, "must be a whole number"),
         ({f"{START}store": "memory:", f"{START}revision": 5}, "revision: must be text"),
     ],
 )

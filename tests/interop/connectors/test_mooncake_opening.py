@@ -41,12 +41,12 @@ class Ticking:
 @pytest.mark.slow
 def test_a_master_that_is_stopped_holds_up_no_thread_and_is_used_when_it_goes_on(tmp_path: Path) -> None:
     with Cluster(tmp_path, "64MiB") as cluster:
-        url = cluster.url(connect_ms=500)
+        url = cluster.url()
         cluster.master.send(signal.SIGSTOP)
         try:
             with Ticking() as ticking:
                 with pytest.raises(StoreUnreachable, match="does not answer"):
-                    cluster.open(connect_ms=500)
+                    cluster.open(connect_s=0.5)
                 store = open_guarded(url)
                 ops = [PutOp("key", (memoryview(b"content"),))]
                 wait_until(lambda: store.put(ops).result()[0].code is ResultCode.UNAVAILABLE, 5.0)

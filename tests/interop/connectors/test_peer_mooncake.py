@@ -48,7 +48,7 @@ from tests.support.connectors.peer_steps import (
 from tests.support.connectors.steps import codes
 from tests.support.waiting import wait_until
 
-URL = "peer://127.0.0.1?size=32MiB&unit=4KiB&transport=mooncake"
+URL = "peer://127.0.0.1?size=32MiB&transport=mooncake"
 ROOM = [1 << 30]
 
 
@@ -65,8 +65,8 @@ def owner(kept: list[PeerProcess]) -> PeerProcess:
     return a_peer(kept, URL)
 
 
-def told(opened: list[KVStore], address: str, seeds: Sequence[int] = range(64), **settings: str | int) -> PeerStore:
-    store = peer(opened, "127.0.0.1:0", **{"transport": "mooncake", "buffer": "16MiB"} | settings)
+def told(opened: list[KVStore], address: str, seeds: Sequence[int] = range(64), **settings: str | float) -> PeerStore:
+    store = peer(opened, "127.0.0.1:0", **{"transport": "mooncake", "buffer_bytes": 16 << 20} | settings)
     store.hint_location(names(seeds), address)
     return store
 
@@ -94,7 +94,7 @@ class TestThroughMooncake(StoreConformance):
         made: list[Across] = []
 
         def open_one() -> KVStore:
-            url = "?size=4MiB&unit=4KiB&lease=0&transport=mooncake"
+            url = "?size=4MiB&lease=0&transport=mooncake"
             owner = PeerStore(PeerSettings.of(StoreURL.parse(f"peer://127.0.0.1{url}")), transfer=transfers[0])
             reader = PeerStore(PeerSettings.of(StoreURL.parse(f"peer://127.0.0.1:0{url}")), transfer=transfers[1])
             made.append(Across(owner, reader))
@@ -119,7 +119,7 @@ def test_pages_are_read_from_the_memory_of_the_process_that_made_them(
 
 def test_values_of_any_size_and_place(opened: list[KVStore]) -> None:
     """Values in pieces, of nothing, and larger than where they could land."""
-    owner, reader = peer(opened, transport="mooncake", size="8MiB"), told(opened, "127.0.0.1:1", buffer="2MiB")
+    owner, reader = peer(opened, transport="mooncake", size="8MiB"), told(opened, "127.0.0.1:1", buffer_bytes=2 << 20)
     assert owner.address is not None
     random = Random(5)
     sizes = {seed: random.choice([0, 1, 4097, 30_000, 70_000]) for seed in range(100)}
@@ -315,7 +315,7 @@ def test_landing_slots_that_are_lost_are_replaced_a_few_times_and_said(
 ) -> None:
     owner = peer(opened, transport="mooncake")
     put(owner, range(40))
-    reader = told(opened, str(owner.address), buffer="1MiB")
+    reader = told(opened, str(owner.address), buffer_bytes=1 << 20)
     transfer = reader._transfer  # pyright: ignore[reportPrivateUsage]
     session = owner._transfer.session  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
     assert transfer is not None
@@ -353,13 +353,13 @@ def test_what_the_doctor_hears_of_an_engine_that_asks_nobody(opened: list[KVStor
 
 def test_an_engine_that_takes_no_memory_leaves_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: GuardedTransferEngine, memory: ByteArray) -> None:
-        if memory.size > 4 << 20:  # the store's own, not the landing area
+        if memory.size > 65 << 20:  # the store's own, not the landing area
             raise StoreError("peer store: not taken")
 
     monkeypatch.setattr(GuardedTransferEngine, "register_memory", refuse)
     before = threading.enumerate()
     with pytest.raises(StoreError, match="not taken"):
-        open_store("peer://127.0.0.1?size=8MiB&buffer=1MiB&transport=mooncake")
+        open_store("peer://127.0.0.1?size=80MiB&transport=mooncake")
     wait_until(lambda: [one.name for one in threading.enumerate() if one not in before and "peer" in one.name] == [])
 
 

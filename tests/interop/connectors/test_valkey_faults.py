@@ -77,7 +77,7 @@ def test_a_server_may_be_killed_in_the_middle_of_batches(
 def test_a_stopped_server_costs_no_more_than_the_deadline(
     server: ValkeyServer, opened: list[KVStore], unix: bool
 ) -> None:
-    store = open_store(server.unix_url if unix else server.url)
+    store = open_store(f"{server.unix_url if unix else server.url}?threads=2")
     opened.append(store)
     put(store, range(3))
     assert isinstance(store, ValkeyStore)
@@ -308,7 +308,7 @@ def test_a_primary_that_was_made_a_replica_is_left_for_the_new_one(
 def test_a_replica_that_takes_the_place_of_a_dead_primary_is_used(
     server: ValkeyServer, replica: ValkeyServer, opened: list[KVStore], end: str
 ) -> None:
-    store = open_store(f"{server.url}?connect_ms=300")
+    store = open_store(server.url)
     opened.append(store)
     assert put(store, range(3)) == [ResultCode.OK] * 3
     wait_until(lambda: replica.ask("DBSIZE").startswith(":3"))

@@ -292,7 +292,7 @@ def test_who_may_not_is_refused_when_it_opens_and_denied_later(tmp_path: Path, o
         "valkey://host?ttl=0",
         "valkey://host?ttl=1.5",
         "valkey://host?threads=0",
-        "valkey://host?connect_ms=0",
+        "valkey://host?connect_ms=500",
         "valkey://host?prefix=",
         "valkey://host?prefix=a%7Bb",
         "valkey://host?password=secret",
@@ -312,7 +312,7 @@ def test_a_url_that_cannot_be_meant_is_refused_before_anything_is_asked(url: str
 def test_a_server_that_is_not_there_is_said_in_time() -> None:
     start = time.monotonic()
     with pytest.raises(StoreError, match="cannot be used"):
-        open_store(f"valkey://127.0.0.1:{free_ports(1)[0]}?connect_ms=200")
+        open_store(f"valkey://127.0.0.1:{free_ports(1)[0]}")
     with pytest.raises(StoreError, match="cannot be used"):
         open_store("valkey:///nowhere/at.sock")
     assert time.monotonic() - start < 2

@@ -37,7 +37,7 @@ MHA_LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct", "page_he
 MLA_LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct")
 ALIKE: Final = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0}
 
-_PATIENT: Final = {"deadline_s": 60.0, "lookup_s": 60.0}
+_PATIENT: Final = {"deadline_s": 300.0}
 """On a busy machine too all that is stored is found and loaded."""
 
 

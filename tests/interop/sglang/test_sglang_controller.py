@@ -11,10 +11,12 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from kvparams_connectors.engines.sglang import backend as sglang_backend
 from kvparams_connectors.store import open_store
 from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.transfer.cache_layouts import LayoutError
@@ -121,8 +123,11 @@ def test_a_damaged_page_ends_the_prefix(kind: str, start: Start, server: ValkeyS
     assert engine.load(_TOKENS) == (tokens, tokens, pages)
 
 
-def test_the_control_without_verification_a_flipped_byte_reaches_sglang(start: Start, server: ValkeyServer) -> None:
-    engine = start(server.url, verify=False)
+def test_the_control_without_verification_a_flipped_byte_reaches_sglang(
+    start: Start, server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_backend.KVParamsHiCache, "verifies", False)
+    engine = start(server.url)
     _, pages = engine.store(_TOKENS, 1)
     key = engine.backend._traffic._form.page(engine.hashes(_TOKENS)[7]).key
     store = open_store(server.url)
@@ -153,7 +158,7 @@ def test_the_control_with_sglangs_own_file_backend_it_does(group: Any, tmp_path:
 def test_a_killed_store_is_a_miss_at_once_and_used_again_when_it_is_back(
     kind: str, start: Start, server: ValkeyServer
 ) -> None:
-    engine = start(server.url, kind, deadline_s=_LONG_S, lookup_s=_LONG_S)
+    engine = start(server.url, kind, deadline_s=5 * _LONG_S)
     tokens = len(_TOKENS)
     engine.store(_TOKENS, 1)
     server.kill()
@@ -173,7 +178,7 @@ def test_a_killed_store_is_a_miss_at_once_and_used_again_when_it_is_back(
 
 def test_a_store_that_stops_costs_the_deadline_and_writes_nothing_late(start: Start, server: ValkeyServer) -> None:
     """SGLang takes its memory back when a call returns; what comes later must not reach it."""
-    engine = start(server.url, deadline_s=1, lookup_s=0.5)
+    engine = start(server.url, deadline_s=1)
     keys = engine.hashes(_TOKENS)
     wait_until(lambda: engine.store(_TOKENS, 1)[0] == len(_TOKENS), 120, pause_s=0.2)
     indices = engine.pool.alloc(len(_TOKENS))
@@ -211,10 +216,13 @@ def test_memory_that_is_used_anew_while_a_store_is_late_is_never_mixed(start: St
     engine.pool.free(indices)
 
 
-def test_of_latent_ranks_only_the_first_writes(group: Any, shared_memory: Path) -> None:
+def test_of_latent_ranks_only_the_first_writes(
+    group: Any, shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_backend, "run_self_test", Mock(return_value=True))  # it stores a page, which is counted
     url = f"file://{shared_memory}/store?size=64MiB"
     with parallel(tp_size=2, tp_rank=1):
-        second = Engine("hybrid", Shape("mla"), group, extra_config(url, self_test=False))
+        second = Engine("hybrid", Shape("mla"), group, extra_config(url))
         stored, _ = second.store(_TOKENS, 1)
         assert (stored, second.backend.tally.counts) == (0, {})
         with parallel(tp_size=2, tp_rank=0):

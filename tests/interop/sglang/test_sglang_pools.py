@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from kvparams.pages import HEADER_BYTES
+from kvparams_connectors.engines.sglang import backend as sglang_backend
 from kvparams_connectors.engines.sglang.host_pages import HostPages
 from kvparams_connectors.engines.sglang.self_test import HiCacheSelfTestError
 from kvparams_connectors.store import open_store
@@ -128,9 +130,12 @@ def test_a_damaged_page_is_a_miss_and_nothing_behind_it_is_written(at: int, shar
         assert backend.batch_get_v1(keys, source) == [True] * 6
 
 
-def test_the_control_without_verification_the_flipped_byte_is_in_the_pool(shared_memory: Path) -> None:
+def test_the_control_without_verification_the_flipped_byte_is_in_the_pool(
+    shared_memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sglang_backend.KVParamsHiCache, "verifies", False)
     url = _url(shared_memory)
-    with parallel(), backend_on(pool := host_pool(Shape()), config_of(url, extra={"verify": False})) as backend:
+    with parallel(), backend_on(pool := host_pool(Shape()), config_of(url)) as backend:
         fill(pool)
         source = pool.alloc(16)
         (expected,) = page_bytes(pool, source)
@@ -196,7 +201,7 @@ def test_of_ranks_that_have_the_same_only_one_writes(shared_memory: Path) -> Non
         pool = host_pool(shape)
         fill(pool)
         source = pool.alloc(32)
-        with backend_on(pool, config_of(url, mla=True, tp_rank=1, tp_size=2, extra={"self_test": False})) as second:
+        with backend_on(pool, config_of(url, mla=True, tp_rank=1, tp_size=2)) as second:
             assert second.batch_set_v1(keys, source) == [True, True]  # the other one's to do
             assert second.batch_set(keys, [pool.get_data_page(0), pool.get_data_page(16)])
             assert second.batch_exists(keys) == 0
@@ -299,7 +304,8 @@ def test_a_page_that_sglang_sees_otherwise_stops_the_server(
     ):
         pass
     assert pool.available_size() == free
-    with parallel(), backend_on(pool, config_of(_url(shared_memory), extra={"self_test": False})):
+    monkeypatch.setattr(sglang_backend, "run_self_test", Mock(return_value=True))
+    with parallel(), backend_on(pool, config_of(_url(shared_memory))):
         pass
 
 

@@ -36,6 +36,8 @@ __all__ = [
 ]
 
 CONNECTOR: Final = "kvparams_connectors.engines.vllm.connector"
+UNVERIFIED: Final = "demo.unverified_connector"
+"""The control: what is damaged reaches the model."""
 SAVED: Final = "vllm:kvparams_pages_saved_total"
 READY_S: Final = 900.0
 """Within which engines serve, on a machine that does much else: 20 s of a processor each."""
@@ -71,12 +73,13 @@ def transfer_config(
     policy: str = "recompute",
     engine_id: str = "E",
     extra: Mapping[str, object] | None = None,
+    verifies: bool = True,
 ) -> str:
     """vLLM's `--kv-transfer-config` with our connector by its module path; `extra` are further settings of it."""
     return json.dumps(
         {
             "kv_connector": "KVParamsConnector",
-            "kv_connector_module_path": CONNECTOR,
+            "kv_connector_module_path": CONNECTOR if verifies else UNVERIFIED,
             "kv_role": role,
             "engine_id": engine_id,
             "kv_load_failure_policy": policy,

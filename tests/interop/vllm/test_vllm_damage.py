@@ -59,7 +59,7 @@ def world(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Wo
             world.engines[policy] = start_engine(
                 processes, policy, model, "--no-enable-prefix-caching", transfer=transfer, core=core
             )
-        blind = transfer_config(server.url, role="kv_consumer", engine_id="blind", extra={"verify": False})
+        blind = transfer_config(server.url, role="kv_consumer", engine_id="blind", verifies=False)
         world.engines["blind"] = start_engine(processes, "blind", model, transfer=blind)
         brisk = transfer_config(server.url, engine_id="brisk", extra={"deadline_s": _BRISK_S})
         world.engines["brisk"] = start_engine(

@@ -98,9 +98,7 @@ def world(hybrid: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[_W
             "blind",
             folder,
             "--no-enable-prefix-caching",
-            transfer=transfer_config(
-                server.url, role="kv_consumer", engine_id="blind", extra={**pages, "verify": False}
-            ),
+            transfer=transfer_config(server.url, role="kv_consumer", engine_id="blind", extra=pages, verifies=False),
         )
         processes.wait_ready(bare, both, reader, small, blind, within_s=READY_S)
         store = open_store(server.url)

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -118,12 +119,29 @@ class Cluster:
         return owner
 
     def url(self, **settings: str | int) -> str:
-        """A store's URL, with little memory unless said otherwise."""
-        query = "&".join(f"{name}={value}" for name, value in {"buffer": "8MiB", **settings}.items())
-        return f"mooncake://{self.address}?{query}"
+        """A store's URL."""
+        return f"mooncake://{self.address}?" + "&".join(f"{name}={value}" for name, value in settings.items())
 
-    def open(self, client: MooncakeClient | None = None, **settings: str | int) -> MooncakeStore:
-        return MooncakeStore(MooncakeSettings.of(StoreURL.parse(self.url(**settings))), client)
+    def open(
+        self,
+        client: MooncakeClient | None = None,
+        *,
+        buffer_bytes: int = 8 << 20,
+        threads: int = 1,
+        connect_s: float = 1.0,
+        max_value_bytes: int = 1 << 30,
+        **settings: str | int,
+    ) -> MooncakeStore:
+        """Opens a store, with little memory unless said otherwise."""
+        given = MooncakeSettings.of(StoreURL.parse(self.url(**settings)))
+        made = replace(
+            given,
+            buffer_bytes=buffer_bytes,
+            threads=threads,
+            connect_s=connect_s,
+            max_value_bytes=max_value_bytes,
+        )
+        return MooncakeStore(made, client)
 
     def end(self) -> None:
         for process in (*self.owners, self.master):

@@ -5,12 +5,15 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, Self
+from dataclasses import replace
+from typing import Any, Final, Self
 from urllib.parse import quote
 
-from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, open_store
+from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode
+from kvparams_connectors.store_url import StoreURL
 from kvparams_connectors.stores.peer.channel import PeerChannel
 from kvparams_connectors.stores.peer.handshake import accept_handshake
+from kvparams_connectors.stores.peer.settings import PeerSettings
 from kvparams_connectors.stores.peer.store import PeerStore
 from kvparams_connectors.stores.peer.wire import (
     REPLY_HEAD,
@@ -27,11 +30,16 @@ WAIT_S: Final = 20.0
 SIZE: Final = 100_000
 
 
-def peer(opened: list[KVStore], place: str = "127.0.0.1", **settings: str | int) -> PeerStore:
+INNER: Final = ("threads", "connect_s", "buffer_bytes")
+"""What no URL says."""
+
+
+def peer(opened: list[KVStore], place: str = "127.0.0.1", **settings: str | float) -> PeerStore:
     """A store of this process; small, and nothing is leased unless it is said."""
-    given = {"size": "4MiB", "unit": "4KiB", "lease": 0} | settings
-    store = open_store(f"peer://{place}?" + "&".join(f"{name}={quote(str(value))}" for name, value in given.items()))
-    assert isinstance(store, PeerStore)
+    given = {"size": "4MiB", "lease": 0} | settings
+    inner: dict[str, Any] = {name: given.pop(name) for name in INNER if name in given}
+    url = f"peer://{place}?" + "&".join(f"{name}={quote(str(value))}" for name, value in given.items())
+    store = PeerStore(replace(PeerSettings.of(StoreURL.parse(url)), unit_bytes=4096, **inner))
     opened.append(store)
     return store
 

@@ -51,10 +51,13 @@ class Served:
 
 
 @asynccontextmanager
-async def serving(stub: StubEngines, *flags: str, files: int | None = None) -> AsyncGenerator[Served]:
-    """Starts it; `files` is how many it may have open."""
+async def serving(
+    stub: StubEngines, *flags: str, files: int | None = None, direct: bool = True
+) -> AsyncGenerator[Served]:
+    """Starts it; `files` is how many it may have open. Without `direct`, every answer goes through ASGI."""
     engines = [f"--{engine.role}={engine.url}" for engine in stub.engines]
-    command: Sequence[str] = (sys.executable, "-m", "kvparams", "proxy", *engines, "--port", "0", *flags)
+    module = ("kvparams", "proxy") if direct else ("tests.support.proxy.plain_asgi",)
+    command: Sequence[str] = (sys.executable, "-m", *module, *engines, "--port", "0", *flags)
     if files is not None:
         command = ("prlimit", f"--nofile={files}:{files}", *command)
     process = await asyncio.create_subprocess_exec(

@@ -1,4 +1,7 @@
-"""Runs the proxy as `kvparams proxy` starts it, except that breakers never open: cases fail the same engines often."""
+"""Runs the proxy as `kvparams proxy` starts it, except that breakers never open: cases fail the same engines often.
+
+`--plain-asgi` has every answer go through ASGI, as in another server.
+"""
 
 import argparse
 import sys
@@ -22,10 +25,13 @@ def main() -> int:
         engine = f"--engine={decode[0].removeprefix('--decode=')}"
         return sidecar.run(parser.parse_args(["--role", "decode", engine, *others]))
     ProxyCommand().add_arguments(parser)
-    asked = load_configuration("proxy", parser.parse_args(words))
+    parser.add_argument("--plain-asgi", action="store_true")
+    given = parser.parse_args(words)
+    asked = load_configuration("proxy", given)
     if asked is None:
         return 2
-    return run_server("proxy", asked._replace(settings=replace(asked.settings, breaker=NEVER)))
+    server = replace(asked.server, direct=not given.plain_asgi)
+    return run_server("proxy", asked._replace(settings=replace(asked.settings, breaker=NEVER), server=server))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def opened(kind: str, folder: Path, stack: ExitStack) -> Case:
         return Case(use(f"{valkey.url}?threads=2"), valkey.stop, valkey.go_on)
     if kind == "lmcache":
         lm = stack.enter_context(LMCacheServer(folder / "server"))
-        return Case(use(f"{lm.url}?threads=2"), lm.stop, lm.go_on)
+        return Case(use(lm.url), lm.stop, lm.go_on)
     if kind == "peer":
         owner = stack.enter_context(PeerProcess("peer://127.0.0.1?size=16MiB&lease=0"))
         store = use("peer://127.0.0.1:0?size=16MiB")
@@ -92,7 +92,7 @@ def test_a_server_may_be_killed_in_the_middle_of_batches(
     server = LMCacheServer(tmp_path / "server") if kind == "lmcache" else ValkeyServer(tmp_path / "server")
     stack.enter_context(server)
     url = server.unix_url if kind == "valkey-unix" and isinstance(server, ValkeyServer) else server.url
-    store = stack.enter_context(_Closing(f"{url}?threads=2")).store
+    store = stack.enter_context(_Closing(url)).store
     seen: set[ResultCode] = set()
     batches = [0]
     over = threading.Event()

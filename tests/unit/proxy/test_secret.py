@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvparams_proxy.secret import Secret, SecretError, secret_from_file, secret_from_variable
+from kvparams_proxy.secret import Secret, SecretError, secret_from_file
 
 TEXT = "sk-engine-7Zk2/+=_q"
 
@@ -25,14 +25,13 @@ def test_white_space_around_it_does_not_count(tmp_path: Path, raw: str) -> None:
     path = tmp_path / "key"
     path.write_text(raw)
     assert secret_from_file(path) == Secret(TEXT)
-    assert secret_from_variable("ENGINE_KEY", {"ENGINE_KEY": raw}) == Secret(TEXT)
 
 
 @pytest.mark.parametrize("raw", ["", "\n", "two words", "line\r\nx-evil: 1", "k\x00y", "schlüssel", "x" * 4097])
 def test_what_could_not_stand_in_a_header_is_refused_without_being_repeated(tmp_path: Path, raw: str) -> None:
     path = tmp_path / "key"
     path.write_bytes(raw.encode())
-    for read in (lambda: secret_from_file(path), lambda: secret_from_variable("K", {"K": raw}), lambda: Secret(raw)):
+    for read in (lambda: secret_from_file(path), lambda: Secret(raw)):
         with pytest.raises(SecretError) as caught:
             read()
         assert len(raw) < 3 or raw.strip() not in str(caught.value)
@@ -41,5 +40,3 @@ def test_what_could_not_stand_in_a_header_is_refused_without_being_repeated(tmp_
 def test_what_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(SecretError, match="no-such-file"):
         secret_from_file(tmp_path / "no-such-file")
-    with pytest.raises(SecretError, match="NO_SUCH_VARIABLE"):
-        secret_from_variable("NO_SUCH_VARIABLE", {})

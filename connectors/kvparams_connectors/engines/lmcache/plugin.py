@@ -83,7 +83,7 @@ class KVParamsAdapter(ConnectorAdapter):
         seals = settings.read_seals()
         store = open_guarded(settings.store)
         traffic = LMCacheChunkPipeline(
-            store, deadline_s=settings.deadline_ms / 1000, lookup_s=settings.lookup_ms / 1000, seals=seals
+            store, deadline_s=settings.deadline_ms / 1000, lookup_s=settings.deadline_ms / 5000, seals=seals
         )
         return KVParamsRemoteConnector(
             context.config, context.metadata, context.local_cpu_backend, store, traffic, settings.revision or ""

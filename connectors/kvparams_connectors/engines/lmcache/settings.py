@@ -6,8 +6,8 @@
       remote_storage_plugin.kvparams.class_name: KVParamsAdapter
       remote_storage_plugin.kvparams.store: valkey://host:6379
 
-More, all optional: `revision` of the weights, `deadline_ms` of a put or get (5000), `lookup_ms` (1000), `seal_keys`, a
-key file for authenticated pages.
+More, all optional: `revision` of the weights, `deadline_ms` of a put or get (5000), `seal_keys`, a key file for
+authenticated pages.
 """
 
 from collections.abc import Mapping
@@ -32,9 +32,7 @@ class PluginSettings(EngineSettings):
     """Holds what was configured; every field is a setting of that name."""
 
     deadline_ms: _Milliseconds = 5000
-    """Of a put or get."""
-    lookup_ms: _Milliseconds = 1000
-    """Of the question what is there."""
+    """The time limit of a put or get in milliseconds; a lookup has a fifth of it."""
 
     @classmethod
     def of(cls, extra_config: Mapping[str, object] | None, plugin: str = PLUGIN) -> "PluginSettings":

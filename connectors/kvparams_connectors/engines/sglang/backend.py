@@ -8,11 +8,10 @@ nothing that a store does reaches a request but as a miss.
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
-from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.engines.sglang.host_pages import KINDS, HostPages, heads_and_dims
 from kvparams_connectors.engines.sglang.interface import HiCacheStorageConfig, HostKVCache
 from kvparams_connectors.engines.sglang.model_identity import identify_model, published_config
@@ -107,6 +106,9 @@ def _dtype(pool: HostKVCache, told: Mapping[str, object] | None) -> str:
 class KVParamsHiCache(HiCacheStorage):
     """See the module. `extra_info` says which pages come before; SGLang's hashes say that already."""
 
+    verifies: ClassVar[bool] = True
+    """False uses whatever the store gives back: a subclass shows what verification is good for."""
+
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Mapping[str, object] | None = None) -> None:
         """Opens the store of SGLang's settings (`settings.py`). SGLang does not start if this raises.
 
@@ -138,11 +140,10 @@ class KVParamsHiCache(HiCacheStorage):
             self._store,
             form,
             self.tally,
-            arena_bytes=settings.room_for(HEADER_BYTES + pages.page_bytes),
             deadline_s=settings.deadline_s,
-            lookup_s=settings.lookup_s,
+            lookup_s=settings.deadline_s / 5,
             keys=self._keys,
-            verified=settings.verify,
+            verified=self.verifies,
         )
         super().register_mem_pool_host(mem_pool_host)
         self._pages, self._pool = pages, mem_pool_host
@@ -162,7 +163,7 @@ class KVParamsHiCache(HiCacheStorage):
 
     def on_host_pools_registered(self) -> None:
         """Runs the self test once all pools are known; raises SelfTestError (see `self_test.py`)."""
-        if self._pool is not None and self._settings.self_test:
+        if self._pool is not None:
             run_self_test(self._pool, self._pages, self._traffic)
 
     # ---- what is stored

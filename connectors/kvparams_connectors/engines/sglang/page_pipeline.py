@@ -24,6 +24,8 @@ from kvparams_connectors.transfer.page_portions import PagePortion, transfer_por
 
 __all__ = ["HiCachePagePipeline"]
 
+_ARENA_BYTES: Final = 64 << 20
+_ARENA_PAGES: Final = 8
 _HEADERS: Final = 1024
 _PORTION_PAGES: Final = 64
 _AHEAD: Final = 3
@@ -49,7 +51,7 @@ class HiCachePagePipeline:
         form: HiCachePageLayout,
         tally: HiCacheStats,
         *,
-        arena_bytes: int,
+        arena_bytes: int | None = None,
         deadline_s: float = 5.0,
         lookup_s: float = 1.0,
         keys: TenantPageAuthKeys | None = None,
@@ -61,7 +63,8 @@ class HiCachePagePipeline:
             store: where pages are kept; the caller closes it.
             form: the layout of the pages.
             tally: the counters of this rank.
-            arena_bytes: the size of the memory for pages that are being read or gathered, in bytes.
+            arena_bytes: the size of the memory for pages that are being read or gathered, in bytes. None: 64 MiB, and
+                at least 8 pages.
             deadline_s: the time limit of `put` and `get`, in seconds.
             lookup_s: the time limit of `lookup`, in seconds.
             keys: the keys of authenticated pages; None: pages carry a checksum and no tag.
@@ -74,6 +77,7 @@ class HiCachePagePipeline:
         self._lookup_s = lookup_s
         self._pipeline = PagePipeline(store, keys, deadline_s, "HiCache page", verified)
         self._stored_bytes = HEADER_BYTES + form.payload_bytes
+        arena_bytes = arena_bytes or max(_ARENA_BYTES, _ARENA_PAGES * self._stored_bytes)
         self._arena = Arena(arena_bytes, self._stored_bytes)
         store.register(self._arena)
         self._headers = Arena(_HEADERS * HEADER_BYTES, HEADER_BYTES)

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 
 from kvparams.page_auth import TenantPageAuthKeys
 from kvparams.settings_model import Allowed
-from kvparams_connectors.engines.engine_settings import Count, EngineSettings, Switch, Text
+from kvparams_connectors.engines.engine_settings import EngineSettings, Text
 
 __all__ = ["WHERE", "SGLangSettings"]
 
@@ -27,8 +27,6 @@ _SGLANGS: Final = frozenset(
     }
 )
 """What SGLang itself reads there."""
-_ARENA_BYTES: Final = 64 << 20
-_ARENA_PAGES: Final = 8
 _MAX_S: Final = 600
 _MAX_TENANT: Final = 256
 _Seconds = Annotated[float, Field(gt=0, le=_MAX_S), Allowed(f"a number above 0, at most {_MAX_S}")]
@@ -47,19 +45,11 @@ class SGLangSettings(EngineSettings):
     """Holds what was configured; every field is a setting of that name."""
 
     model: Text | None = None
-    """The model's name in the keys; None: as SGLang was told, of a folder its last part."""
+    """The model's name in the keys (default: as SGLang was told, of a folder its last part)."""
     tenant: _Tenant | None = None
-    """Tenants share nothing with each other. A request's `cache_salt` is in SGLang's own hashes."""
+    """The name of this server's tenant; servers of different tenants share nothing."""
     deadline_s: _Seconds = 5.0
-    """For each call that reads or writes pages."""
-    lookup_s: _Seconds = 1.0
-    """For the question what is there."""
-    arena_bytes: Count | None = None
-    """For pages on their way; None: 64 MiB, and room for 8 pages at least."""
-    verify: Switch = True
-    """False uses whatever the store gives back; to show what verification is good for."""
-    self_test: Switch = True
-    """Send one page through the whole path before serving."""
+    """The time limit of each call that reads or writes pages; a lookup has a fifth of it."""
 
     @classmethod
     def of(cls, extra_config: Mapping[str, object] | None) -> "SGLangSettings":
@@ -69,10 +59,6 @@ class SGLangSettings(EngineSettings):
             StoreError: no store, a setting that is not known, or a value that cannot be meant.
         """
         return cls.read(extra_config or {}, WHERE, _SGLANGS)
-
-    def room_for(self, stored_bytes: int) -> int:
-        """Bytes of the arena, for pages that take so many with their headers."""
-        return self.arena_bytes or max(_ARENA_BYTES, _ARENA_PAGES * stored_bytes)
 
     def read_tenant_seals(self) -> TenantPageAuthKeys | None:
         """Returns the tenant's keys of authenticated pages.

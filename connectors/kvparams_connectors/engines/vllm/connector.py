@@ -7,7 +7,7 @@ that asks a half.
 import logging
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 
@@ -95,6 +95,9 @@ class _VLLMProcess:
 class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module. Hooks take `**kwargs` where some of vLLM's runners pass more."""
 
+    verifies: ClassVar[bool] = True
+    """False uses whatever the store gives back: a subclass shows what verification is good for."""
+
     def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         forward_logs(logging.getLogger("vllm"))
@@ -108,7 +111,14 @@ class KVParamsConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerConnector(vllm_config, kv_cache_config, settings, tells_failures=tells)
         else:
-            self._worker = WorkerConnector(vllm_config, kv_cache_config, settings, _VLLMProcess(), tells_failures=tells)
+            self._worker = WorkerConnector(
+                vllm_config,
+                kv_cache_config,
+                settings,
+                _VLLMProcess(),
+                tells_failures=tells,
+                verifies=self.verifies,
+            )
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -99,7 +99,7 @@ class SchedulerConnector:
             producer = producer.model_copy(update={"address": address})
         rate = None  # every load is worth it
         if settings.recompute_tokens_per_s is not None:
-            rate = LoadRate(settings.recompute_tokens_per_s, settings.store_bytes_per_s)
+            rate = LoadRate(settings.recompute_tokens_per_s)
         self.state: Final = SchedulerState(prefixes, rules, producer, rate)
         self._keep_on_reset: Final = settings.keep_on_reset
         self._trust_media_hashes: Final = settings.trust_media_hashes

@@ -41,39 +41,27 @@ class VLLMSettings(EngineSettings):
     """
 
     page_tokens: Count = PAGE_TOKENS
-    """Tokens of a stored page; the same on all engines that share."""
+    """The tokens of a stored page; the same on all engines that share."""
     model: Text | None = None
-    """The model's name in the keys; None: as vLLM was told, of a folder its last part."""
+    """The model's name in the keys (default: as vLLM was told, of a folder its last part)."""
     tensor_parallel_sizes: _Sizes | None = None
-    """Of all engines that share; None: those of this engine's size share."""
+    """The sizes of all engines that share (default: that of this engine)."""
     deadline_s: PositiveNumber = 5.0
-    """For each load, save and lookup."""
-    promise_s: PositiveNumber = 2.0
-    """How long a decode leg waits for pages that prefill has promised, and that are still on their way."""
-    arena_bytes: Count | None = None
-    """For pages on their way; None: 64 MiB, and room for 16 pages at least."""
+    """The time limit of each load, save and lookup. A decode leg waits two fifths of it for pages that prefill has
+    promised."""
     recompute_tokens_per_s: PositiveNumber | None = None
-    """How fast this engine computes a prompt; slower loads are skipped. None: none is."""
-    store_bytes_per_s: PositiveNumber | None = None
-    """The rate of loads until one has been measured."""
-    verify: Switch = True
-    """False uses whatever the store gives back; to show what verification is good for."""
-    self_test: Switch = True
-    """Send one page through the whole path before serving."""
+    """How fast this engine computes a prompt; slower loads are skipped (default: no load is skipped)."""
     verify_with: FilePath | None = None
-    """A key file (`kvparams signing-keys`): a request's document and what stands beside it are acted on only if whoever
-    has these keys has signed them, for this pool, not long ago, and not used before. None: all are believed."""
+    """A key file (`kvparams signing-keys`). A request's document counts only if it was signed with these keys, for this
+    pool, recently, and was not used before (default: every document is believed)."""
     audience: Text | None = None
-    """The name of the pool that they must be signed for."""
+    """The name of the pool that documents must be signed for; needed with `verify_with`."""
     trust_media_hashes: Switch = False
-    """vLLM takes what a client calls an image (`uuid`) for a hash of what is in it, and tells a connector nothing of
-    where a hash comes from. So a request with images, audio or video uses the store only if a proxy vouches for it, by
-    a signed document (`verify_with`): proxies take such names away. True: all hashes are vLLM's own, for nobody but
-    proxies reaches this engine, or none of its clients means harm."""
+    """Use the store for requests with images, audio or video that no proxy has signed. vLLM takes what a client calls
+    an image (`uuid`) for a hash of its content, so only proxies may reach this engine then."""
     keep_on_reset: Switch = False
-    """vLLM's caches are reset when it sleeps and when its weights are changed, and nobody says which. Then what is
-    stored may be of other weights, so it is left alone from there on, whether or not the connector was told of the
-    reset. True: the weights never change, it is used. Weights that change without a reset are not noticed."""
+    """Use the store after a reset of vLLM's caches: these weights never change while the engine runs. Otherwise it is
+    left alone from then on, because nobody tells the connector whether the weights have changed."""
 
     @classmethod
     def of(cls, extra_config: Mapping[str, object] | None) -> "VLLMSettings":
@@ -86,15 +74,10 @@ class VLLMSettings(EngineSettings):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        wrong: list[str] = []
-        if self.promise_s > self.deadline_s:
-            wrong.append("promise_s is longer than deadline_s")
         if (self.verify_with is None) != (self.audience is None):
-            wrong.append(
+            raise ValueError(
                 "verify_with and audience need each other: the file of signing keys, and the name of the engine pool"
             )
-        if wrong:
-            raise ValueError("; ".join(wrong))
         return self
 
     def of_rank(self, rank: int) -> "VLLMSettings":
@@ -105,15 +88,22 @@ class VLLMSettings(EngineSettings):
         """
         return self.model_copy(update={"store": url_for_rank(self.store, rank)})
 
-    def connector(self, grid: ShardGrid, page_bytes: int, *, groups: int = 1) -> ConnectorSettings:
+    @property
+    def promise_s(self) -> float:
+        """Returns how long a decode leg waits for pages that prefill has promised."""
+        return 0.4 * self.deadline_s
+
+    def connector(
+        self, grid: ShardGrid, page_bytes: int, *, groups: int = 1, verifies: bool = True
+    ) -> ConnectorSettings:
         """The same for the store connector. Whether a load is worth its time is decided before it, so not there.
 
         Args:
             grid: of all engines that share.
             page_bytes: of what a rank holds of a page, of one group of layers.
-            groups: of layers, each with a connector and its part of the memory.
+            groups: of layers, each with a connector and its part of the memory: 64 MiB for all, and room for 16 pages
+                each at least.
+            verifies: False uses pages without verification.
         """
-        arena_bytes = (self.arena_bytes or _ARENA_BYTES) // groups
-        if self.arena_bytes is None:
-            arena_bytes = max(arena_bytes, _ARENA_PAGES * page_bytes)
-        return ConnectorSettings(deadline_s=self.deadline_s, arena_bytes=arena_bytes, verify=self.verify, grid=grid)
+        arena_bytes = max(_ARENA_BYTES // groups, _ARENA_PAGES * page_bytes)
+        return ConnectorSettings(deadline_s=self.deadline_s, arena_bytes=arena_bytes, verify=verifies, grid=grid)

@@ -53,6 +53,7 @@ class WorkerConnector:
         platform: WorkerPlatform,
         *,
         tells_failures: bool = True,
+        verifies: bool = True,
     ) -> None:
         """Opens the store; `register` takes the tensors.
 
@@ -62,12 +63,14 @@ class WorkerConnector:
             settings: the connector's settings.
             platform: what vLLM says about this worker.
             tells_failures: whether vLLM can be told that a load has failed as a whole; see `read_groups`.
+            verifies: False uses whatever the store gives back.
 
         Raises:
             LayoutError: this engine's KV cannot be shared.
             StoreError: the store cannot be opened, or a setting is wrong.
         """
         self._config, self._settings, self._platform = config, settings, platform
+        self._verifies: Final = verifies
         self._groups: Final = read_groups(
             config, cache, page_tokens=settings.page_tokens, tells_failures=tells_failures
         )
@@ -127,18 +130,17 @@ class WorkerConnector:
             self._store,
             share.namespace,
             layout,
-            settings.connector(share.grid, page_bytes, groups=len(self._groups)),
+            settings.connector(share.grid, page_bytes, groups=len(self._groups), verifies=self._verifies),
             seals=self._seals,
         )
-        if settings.self_test:
-            run_self_test(
-                connector,
-                self._store,
-                tensors,
-                page_tokens=settings.page_tokens,
-                block_size=spec.block_size,
-                deadline_s=settings.deadline_s,
-            )
+        run_self_test(
+            connector,
+            self._store,
+            tensors,
+            page_tokens=settings.page_tokens,
+            block_size=spec.block_size,
+            deadline_s=settings.deadline_s,
+        )
         return connector
 
     def begin_loads(self, orders: ConnectorMetadata) -> None:

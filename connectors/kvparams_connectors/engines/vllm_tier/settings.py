@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 from kvparams.settings_model import Allowed
-from kvparams_connectors.engines.engine_settings import Count, EngineSettings, PositiveNumber, Switch, Text
+from kvparams_connectors.engines.engine_settings import EngineSettings, PositiveNumber, Switch, Text
 
 __all__ = ["TierSettings"]
 
@@ -24,26 +24,18 @@ class TierSettings(EngineSettings):
     """Holds what was configured; every field is a setting of that name."""
 
     model: Text | None = None
-    """The model's name in the keys; None: as vLLM was told, of a folder its last part."""
+    """The model's name in the keys (default: as vLLM was told, of a folder its last part)."""
     revision: Text | None = None
-    """What tells this engine's KV from that of others of the same name: weights, and whatever was changed on the
-    command line (quantization, overrides of the model's configuration, attention backend), for vLLM tells a tier none
-    of that. None: from the files, where the model is a folder."""
+    """Identifies these weights, and what was changed on the command line (quantization, overrides of the model's
+    configuration, attention backend), because vLLM does not tell a tier (default: what the files say, where the
+    model is a folder)."""
     deadline_s: PositiveNumber = 5.0
-    """For each load and save."""
-    lookup_s: PositiveNumber = 1.0
-    """For the question what is stored; until then a request waits."""
-    arena_bytes: Count | None = None
-    """For chunks on their way; None: 64 MiB, and room for 8 chunks at least."""
-    verify: Switch = True
-    """False uses whatever the store gives back; to show what verification is good for."""
-    self_test: Switch = True
-    """Send one chunk through the whole path before serving."""
+    """The time limit of each load and save. A lookup, for which a request waits, has a fifth of it."""
     keep_on_reset: Switch = False
-    """vLLM resets its caches when it sleeps and when its weights are changed, and does not say which. Then what is
-    stored may be of other weights, so it is left alone from there on. True: the weights never change, it is used."""
+    """Use the store after a reset of vLLM's caches: these weights never change while the engine runs. Otherwise it is
+    left alone from then on, because vLLM does not say whether the weights have changed."""
     locality: Annotated[Literal["LOCAL", "REMOTE"], Allowed("LOCAL or REMOTE")] | None = None
-    """For requests that say from where they want to load; as for vLLM's own tiers."""
+    """Where this tier is, for requests that say from where they load; as for vLLM's own tiers."""
 
     @classmethod
     def of(cls, found: Mapping[str, object]) -> "TierSettings":

@@ -127,6 +127,8 @@ class KVParamsTier(SecondaryTierManager):
 
     medium: ClassVar[Any] = Medium.STORAGE
     cache_hit_source: ClassVar[Any] = CacheHitSource.EXTERNAL_UNSPECIFIED
+    verifies: ClassVar[bool] = True
+    """False uses whatever the store gives back: a subclass shows what verification is good for."""
 
     def __init__(
         self,
@@ -162,22 +164,20 @@ class KVParamsTier(SecondaryTierManager):
             self._store,
             self._form,
             deadline_s=told.deadline_s,
-            arena_bytes=told.arena_bytes,
-            verify=told.verify,
+            verify=self.verifies,
             seals=seals,
         )
-        self._asking = ChunkLookup(self._store, self._form, lookup_s=told.lookup_s)
+        self._asking = ChunkLookup(self._store, self._form, lookup_s=told.deadline_s / 5)
         self._transfers: dict[int, _TierJob] = {}
         self._nameless: list[int] = []
         """Jobs of which nothing is stored."""
         self._tally = TierStats()
         self._told_nameless = False
-        if told.self_test:
-            try:
-                self._moving.self_test()
-            except BaseException:
-                self.shutdown()
-                raise
+        try:
+            self._moving.self_test()
+        except BaseException:
+            self.shutdown()
+            raise
 
     # ---- requests
 

@@ -30,6 +30,7 @@ from kvparams_connectors.store import (
 )
 from kvparams_connectors.store_url import StoreURL
 from kvparams_connectors.stores.file.placement_advice import file_advice
+from kvparams_connectors.stores.file.settings import FileSettings
 from kvparams_connectors.stores.file.values import FileValues
 
 __all__ = ["FileStore", "open_url"]
@@ -175,13 +176,8 @@ class FileStore(BlockingStore):
 
 
 def open_url(url: StoreURL) -> KVStore:
-    """`file:///dev/shm/kv?size=4GiB&unit=64KiB&threads=1`; `size` and `unit` may be left away for an existing file."""
-    url.reject_unknown("size", "unit", "threads")
+    """`file:///dev/shm/kv?size=4GiB`; see `FileSettings`."""
+    settings = FileSettings.read(url)
     if url.location or not url.path.startswith("/"):
         raise StoreError(f"file store: {url.redacted!r} has no absolute path; write file:///dev/shm/kv?size=1GiB")
-    return FileStore(
-        Path(url.path),
-        url.read_size("size"),
-        unit_bytes=url.read_size("unit"),
-        threads=url.read_int("threads", 1, low=1, high=64),
-    )
+    return FileStore(Path(url.path), settings.size)

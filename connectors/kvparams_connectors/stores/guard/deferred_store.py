@@ -34,7 +34,7 @@ _LOGGER: Final = logging.getLogger(__name__)
 _PAUSE_S: Final = 1.0
 """Between two attempts at least; a guard that has given the store up asks less often."""
 _LONGEST_S: Final = 60.0
-"""An attempt is bounded by the store's own `connect_ms`; this is for what a library may do beside."""
+"""An attempt is bounded by the store's own limit for a connection; this is for what a library may do beside."""
 _EXPECTED: Final = Capabilities(persistent=True, shared=True, max_value_bytes=1 << 29, reports_sizes=False)
 """Only servers can be out of reach, and what they take is seen when they are there."""
 

@@ -33,16 +33,13 @@ from kvparams_connectors.stores.lmcache.mp_client import LMCacheMPClient, LMCach
 from kvparams_connectors.stores.lmcache.mp_session import LMCacheMPSession
 from kvparams_connectors.stores.lmcache.mp_shared_memory import HEAD_BYTES, SharedPoolMemory
 from kvparams_connectors.stores.lmcache.mp_value_lease import LeaseState, ValueLease, begin_read, look_up
+from kvparams_connectors.stores.lmcache.settings import LMCacheMPSettings
 
 __all__ = ["LMCacheMPStore", "open_url"]
 
 _LOGGER: Final = logging.getLogger(__name__)
-_PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PLACE: Final = re.compile(r"([A-Za-z0-9._-]+):([0-9]{1,5})")
-_VALUE: Final = 4 << 20
-_LARGEST: Final = 1 << 30
-_HTTP_PORT: Final = 8080
-_CONNECT_MS: Final = 5000
+_CONNECT_S: Final = 5.0
 _WINDOW: Final = 32
 """So many keys are asked for at a time."""
 _ROOM_S: Final = 3.0
@@ -325,27 +322,19 @@ def _windows(items: list[Item]) -> Iterator[list[Item]]:
 def open_url(url: StoreURL) -> KVStore:
     """`lmcache-mp://host:5555?http=8080&max_value=4MiB&prefix=...`, the server of this machine.
 
-    Settings: `http`, the port of its administration (8080); `max_value`, bytes of the largest value, whose room each
-    takes (4 MiB); `prefix`; `connect_ms` (5000). All who share values need the same `max_value` and `prefix`. There is
-    no `threads`: a session with that server takes one request after the other.
+    `LMCacheMPSettings` has the settings. A session with that server takes one request after the other.
     """
-    url.reject_unknown("http", "max_value", "prefix", "connect_ms")
+    settings = LMCacheMPSettings.read(url)
     place = _PLACE.fullmatch(url.location)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2]) < 65536:
         raise StoreError(
             f"lmcache-mp store: {url.redacted!r} has no server; write lmcache-mp://127.0.0.1:5555?http=8080"
         )
-    prefix = url.settings.get("prefix", "")
-    if "prefix" in url.settings and not _PREFIX.fullmatch(prefix):
-        raise StoreError(f"lmcache-mp store: prefix={prefix!r} is not 1 to 128 characters from [A-Za-z0-9._-]")
-    value_bytes = url.read_size("max_value") or _VALUE
-    if value_bytes > _LARGEST:
-        raise StoreError(f"lmcache-mp store: max_value={value_bytes} is more than {_LARGEST} bytes")
     return LMCacheMPStore(
         place[1],
         int(place[2]),
-        http_port=url.read_int("http", _HTTP_PORT, low=1, high=65535),
-        value_bytes=value_bytes,
-        prefix=prefix,
-        connect_s=url.read_int("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
+        http_port=settings.http,
+        value_bytes=settings.max_value,
+        prefix=settings.prefix or "",
+        connect_s=_CONNECT_S,
     )

@@ -43,8 +43,8 @@ from kvparams_connectors.stores.lmcache.pipeline import (
     total_bytes,
 )
 from kvparams_connectors.stores.lmcache.reader import ValueRead, read_values
+from kvparams_connectors.stores.lmcache.settings import LMCacheSettings
 from kvparams_connectors.stores.lmcache.wire import (
-    MAX_VALUE_BYTES,
     LMCacheCommand,
     LMCacheNames,
     LMCacheProtocolError,
@@ -55,9 +55,8 @@ __all__ = ["LMCacheStore", "open_url"]
 
 Op = TypeVar("Op", PutOp, GetOp)
 
-_PREFIX: Final = re.compile(rf"[A-Za-z0-9._-]{{1,{LMCacheNames.LONGEST_PREFIX}}}")
 _PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
-_CONNECT_MS: Final = 1000
+_CONNECT_S: Final = 1.0
 _LARGEST: Final = 256 << 20
 _NO_VALUE: Final = (ResultCode.MISS, ResultCode.CORRUPT)
 """What a record may say where a put is to write: nothing, or something that is not ours."""
@@ -73,7 +72,7 @@ class LMCacheStore(BlockingStore):
         prefix: str = "",
         max_value_bytes: int = _LARGEST,
         threads: int = 1,
-        connect_s: float = _CONNECT_MS / 1000,
+        connect_s: float = _CONNECT_S,
     ) -> None:
         """Connects, and checks that the server speaks `lm://`.
 
@@ -231,25 +230,9 @@ def _whole(ops: Sequence[Op]) -> dict[int, list[memoryview]]:
 
 
 def open_url(url: StoreURL) -> KVStore:
-    """`lmcache://host:65432?prefix=...&threads=...`, the port that `lmcache_server` was started with.
-
-    Settings: `prefix`, `threads` (1), `connect_ms` (1000), `max_value` (256MiB), the largest value that is taken.
-    """
-    url.reject_unknown("prefix", "threads", "connect_ms", "max_value")
-    prefix = url.settings.get("prefix", "")
-    if "prefix" in url.settings and not _PREFIX.fullmatch(prefix):
-        longest = LMCacheNames.LONGEST_PREFIX
-        raise StoreError(f"lmcache store: prefix={prefix!r} is not 1 to {longest} characters from [A-Za-z0-9._-]")
+    """`lmcache://host:65432?prefix=...`, the port that `lmcache_server` was started with; see `LMCacheSettings`."""
+    settings = LMCacheSettings.read(url)
     place = _PLACE.fullmatch(url.location)
     if place is None or url.path not in ("", "/") or not 0 < int(place[2]) < 65536:
         raise StoreError(f"lmcache store: {url.redacted!r} has no server; write lmcache://host:65432")
-    largest = url.read_size("max_value") or _LARGEST
-    if largest > MAX_VALUE_BYTES:
-        raise StoreError(f"lmcache store: max_value is {largest}; the protocol takes {MAX_VALUE_BYTES} bytes at most")
-    return LMCacheStore(
-        (place[1].strip("[]"), int(place[2])),
-        prefix=prefix,
-        max_value_bytes=largest,
-        threads=url.read_int("threads", 1, low=1, high=64),
-        connect_s=url.read_int("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
-    )
+    return LMCacheStore((place[1].strip("[]"), int(place[2])), prefix=settings.prefix or "")

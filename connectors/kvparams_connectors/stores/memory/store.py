@@ -34,13 +34,14 @@ from kvparams_connectors.stores.extents import (
     extent_views,
     units_for,
 )
+from kvparams_connectors.stores.memory.settings import MemorySettings
 from kvparams_connectors.stores.memory.value_table import StoredValue, ValueTable
 
 __all__ = ["MemoryStore", "PinnedValue", "open_url"]
 
 _DEFAULT_SIZE: Final = 1 << 30
 _DEFAULT_UNIT: Final = 64 << 10
-_DEFAULT_THREADS: Final = 2
+_URL_THREADS: Final = 2
 """One copies while the other looks at what has come."""
 _MEMORY_PAGE: Final = 4096
 _MISS: Final = Result(ResultCode.MISS)
@@ -325,12 +326,8 @@ def _together(sizes: Iterable[tuple[int, int]]) -> list[list[int]]:
 
 
 def open_url(url: StoreURL) -> KVStore:
-    """`memory:?size=1GiB&unit=64KiB&threads=2`."""
-    url.reject_unknown("size", "unit", "threads")
+    """`memory:?size=1GiB`; see `MemorySettings`."""
+    settings = MemorySettings.read(url)
     if url.location or url.path:
         raise StoreError(f"memory store: {url.redacted!r} has a host or path; write memory:?size=1GiB")
-    return MemoryStore(
-        url.read_size("size") or _DEFAULT_SIZE,
-        unit_bytes=url.read_size("unit") or _DEFAULT_UNIT,
-        threads=url.read_int("threads", _DEFAULT_THREADS, low=1, high=64),
-    )
+    return MemoryStore(settings.size, threads=_URL_THREADS)

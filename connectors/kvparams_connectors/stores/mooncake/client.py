@@ -53,11 +53,11 @@ def master_address(settings: MooncakeSettings) -> str:
     whole process would stand still.
 
     Raises:
-        StoreUnreachable: it does not answer within `connect_ms`.
+        StoreUnreachable: it does not answer in time.
     """
     try:
         where = (settings.host, settings.port)
-        with closing(socket.create_connection(where, settings.connect_ms / 1000)) as connection:
+        with closing(socket.create_connection(where, settings.connect_s)) as connection:
             own = str(connection.getsockname()[0])
             with suppress(ConnectionError):  # closed already
                 connection.sendall(_NO_REQUEST)

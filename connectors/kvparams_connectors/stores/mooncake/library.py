@@ -139,9 +139,6 @@ def replicate_config(module: Any, settings: MooncakeSettings) -> object:
         raise StoreError("mooncake store: its client library is too old; 0.3.13 or later is needed")
     config = module.ReplicateConfig()
     config.replica_num = settings.replicas
-    if settings.soft_pin_s:
-        config.soft_pin_action = module.SoftPinAction.ENABLE
-        config.soft_pin_ttl_ms = settings.soft_pin_s * 1000
     return cast("object", config)
 
 

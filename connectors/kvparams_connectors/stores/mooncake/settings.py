@@ -6,22 +6,71 @@ waiting or with the end of the process.
 
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final, Literal
 
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from kvparams.settings_model import Allowed
+from kvparams_connectors.store_settings import DIGITS, Devices, Host, Size, StoreSettings, one_of
 from kvparams_connectors.store_url import StoreError, StoreURL
 
-__all__ = ["MooncakeSettings"]
+__all__ = ["MooncakeSettings", "MooncakeURLSettings"]
 
-_PREFIX: Final = re.compile(r"[A-Za-z0-9._:/-]{1,64}")
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}")
-_DEVICES: Final = re.compile(r"[A-Za-z0-9._,-]{0,1024}")
-_PROTOCOLS: Final = ("tcp", "rdma")
 _SMALLEST_SEGMENT: Final = 16 << 20
+
+
+def _check_segment(nbytes: int) -> int:
+    if 0 < nbytes < _SMALLEST_SEGMENT:
+        raise ValueError("too small")
+    return nbytes
+
+
+_Segment = Annotated[
+    Size,
+    BeforeValidator(lambda value: 0 if value == "0" else value),
+    AfterValidator(_check_segment),
+    Allowed("0, or a size of at least 16MiB, such as 4GiB"),
+]
+
+
+class MooncakeURLSettings(StoreSettings):
+    """The settings that a URL may have."""
+
+    local: Annotated[
+        Host | None,
+        Field(
+            description="where other clients reach this process (default: the address that this machine uses towards "
+            "the master)"
+        ),
+    ] = None
+    protocol: Annotated[
+        Literal["tcp", "rdma"], one_of("tcp", "rdma"), Field(description="how values are transferred")
+    ] = "tcp"
+    devices: Annotated[Devices, Field(description="the RDMA devices to use, separated by commas (default: all)")] = ""
+    metadata: Annotated[
+        Annotated[str, Field(min_length=1), Allowed("the address of a metadata service")],
+        Field(description="the metadata service of the cluster; by default clients ask each other"),
+    ] = "P2PHANDSHAKE"
+    segment: Annotated[
+        _Segment, Field(description="the memory that this process itself lends to the store; 0: owners do")
+    ] = 0
+    replicas: Annotated[
+        Annotated[int, DIGITS, Field(ge=1, le=16), Allowed("a whole number from 1 to 16")],
+        Field(
+            description="the number of copies of each value. When the owner of the first one dies, another is read "
+            "once the master has noticed"
+        ),
+    ] = 1
+    prefix: Annotated[
+        Annotated[str, Field(pattern=r"^[A-Za-z0-9._:/-]{1,64}$"), Allowed("1 to 64 characters from A-Za-z0-9._:/-")],
+        Field(description="what every key begins with; deployments that share a server do not meet"),
+    ] = "kvparams:"
 
 
 @dataclass(frozen=True, slots=True)
 class MooncakeSettings:
-    """Every setting of a Mooncake store."""
+    """Holds what a Mooncake store needs: the place and settings of its URL, and what no URL says."""
 
     host: str
     port: int
@@ -41,30 +90,16 @@ class MooncakeSettings:
     replicas: int = 1
     """Copies of each value, on as many owners if there are so many. The client reads the first; when its owner dies,
     the other is read once the master has noticed (`--client_ttl` of the master, 10 s)."""
-    soft_pin_s: int = 0
-    """A value that was put is evicted last for so long. 0: the master's default."""
     prefix: str = "kvparams:"
     """Before every key."""
     threads: int = 1
-    connect_ms: int = 1000
+    connect_s: float = 1.0
     """How long to wait for the master's port."""
 
     def __post_init__(self) -> None:
         """Raises StoreError on what cannot be."""
         if not _HOST.fullmatch(self.host) or not 0 < self.port < 65536:
-            raise _wrong(f"{self.host}:{self.port} is not a host and a port: mooncake://host:port")
-        if self.local and not _HOST.fullmatch(self.local):
-            raise _wrong(f"local={self.local} is not a host name or an address, without a port")
-        if self.protocol not in _PROTOCOLS:
-            raise _wrong(f"protocol={self.protocol} must be one of {', '.join(_PROTOCOLS)}")
-        if not _DEVICES.fullmatch(self.devices):
-            raise _wrong(f"devices={self.devices} is not a list of device names, separated by commas")
-        if not _PREFIX.fullmatch(self.prefix):
-            raise _wrong(f"prefix={self.prefix} must be 1 to 64 characters from A-Za-z0-9._:/-")
-        if 0 < self.segment_bytes < _SMALLEST_SEGMENT:
-            raise _wrong(f"segment={self.segment_bytes} is less than {_SMALLEST_SEGMENT} bytes")
-        if self.buffer_bytes < self.threads * 4096:
-            raise _wrong(f"buffer={self.buffer_bytes} is less than 4096 bytes for each of {self.threads} threads")
+            raise StoreError(f"mooncake store: {self.host}:{self.port} is not a host and a port: mooncake://host:port")
 
     @property
     def master(self) -> str:
@@ -78,32 +113,20 @@ class MooncakeSettings:
         Raises:
             StoreError: a setting is unknown or cannot be.
         """
-        url.reject_unknown(
-            "local", "protocol", "devices", "metadata", "segment", "buffer", "max_value", "replicas", "soft_pin",
-            "prefix", "threads", "connect_ms",
-        )  # fmt: skip
+        given = MooncakeURLSettings.read(url)
         host, colon, port = url.location.rpartition(":")
         if url.path not in ("", "/") or not colon or not (port.isascii() and port.isdigit() and len(port) < 6):
-            raise _wrong(f"{url.redacted!r} has no address of the master; write mooncake://host:port")
-        given = url.settings.get
-        default = cls(host, int(port))
+            raise StoreError(
+                f"mooncake store: {url.redacted!r} has no address of the master; write mooncake://host:port"
+            )
         return cls(
-            host=host,
-            port=int(port),
-            local=given("local", default.local),
-            protocol=given("protocol", default.protocol),
-            devices=given("devices", default.devices),
-            metadata=given("metadata", default.metadata),
-            segment_bytes=0 if given("segment") == "0" else url.read_size("segment") or default.segment_bytes,
-            buffer_bytes=url.read_size("buffer") or default.buffer_bytes,
-            max_value_bytes=url.read_size("max_value") or default.max_value_bytes,
-            replicas=url.read_int("replicas", default.replicas, low=1, high=16),
-            soft_pin_s=url.read_int("soft_pin", default.soft_pin_s, low=0, high=7 * 86_400),
-            prefix=given("prefix", default.prefix),
-            threads=url.read_int("threads", default.threads, low=1, high=64),
-            connect_ms=url.read_int("connect_ms", default.connect_ms, low=1, high=60_000),
+            host,
+            int(port),
+            local=given.local or "",
+            protocol=given.protocol,
+            devices=given.devices,
+            metadata=given.metadata,
+            segment_bytes=given.segment,
+            replicas=given.replicas,
+            prefix=given.prefix,
         )
-
-
-def _wrong(what: str) -> StoreError:
-    return StoreError(f"mooncake store: {what}")

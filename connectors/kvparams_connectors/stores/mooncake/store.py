@@ -229,5 +229,5 @@ class MooncakeStore(BlockingStore):
 
 
 def open_url(url: StoreURL) -> KVStore:
-    """`mooncake://master:port?replicas=2&soft_pin=600&prefix=kvparams:&threads=2`; see `MooncakeSettings`."""
+    """`mooncake://master:port?replicas=2&prefix=kvparams:`; see `MooncakeURLSettings`."""
     return MooncakeStore(MooncakeSettings.of(url))

@@ -7,19 +7,22 @@ import re
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import Annotated, Final, Literal
 
+from pydantic import Field, PlainValidator
+
+from kvparams.settings_model import Allowed
+from kvparams_connectors.store_settings import DIGITS, Devices, FilePath, Size, StoreSettings, one_of
 from kvparams_connectors.store_url import StoreError, StoreURL, is_loopback
 from kvparams_connectors.stores.peer.addresses import LOOPBACK_HOSTS, AllowedPeers
 
-__all__ = ["PeerSettings", "PeerTransport", "read_secret", "url_for_rank"]
+__all__ = ["PeerSettings", "PeerTransport", "PeerURLSettings", "read_secret", "url_for_rank"]
 
 PeerTransport = Literal["tcp", "mooncake"]
 
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]{1,253}|[0-9A-Fa-f:.]{2,45}")
 _PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253})(?::([0-9]{1,5}))?")
 _PORTS: Final = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
-_DEVICES: Final = re.compile(r"[A-Za-z0-9._,-]{0,1024}")
 _NUMBER: Final = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 _LONGEST_LEASE_S: Final = 86_400
 _LONGEST_SESSION_HOST: Final = 240
@@ -27,9 +30,62 @@ _LONGEST_SESSION_HOST: Final = 240
 _SECRET: Final = range(16, 4097)
 
 
+def _read_ports(value: object) -> range:
+    match = _PORTS.fullmatch(value) if isinstance(value, str) else None
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 0 < first <= last < 65536:
+        raise ValueError("must be a port or a range of ports, such as 7400-7499")
+    return range(first, last + 1)
+
+
+class PeerURLSettings(StoreSettings):
+    """The settings that a URL may have."""
+
+    size: Annotated[Size, Field(description="the memory for what this process has put")] = 1 << 30
+    lease: Annotated[
+        Annotated[
+            int,
+            DIGITS,
+            Field(ge=0, le=_LONGEST_LEASE_S),
+            Allowed(f"a whole number of seconds from 0 to {_LONGEST_LEASE_S}"),
+        ],
+        Field(description="the seconds after a put, or after this process found the value again, in which it stays"),
+    ] = 60
+    peers: Annotated[
+        Annotated[str, Field(min_length=1), Allowed("networks, addresses and names, separated by commas")],
+        Field(
+            description="the peers that this process may read from: `10.0.0.0/8,node-5`; required unless the host is "
+            "loopback"
+        ),
+    ] = ""
+    ports: Annotated[
+        range, PlainValidator(_read_ports), Field(description="the ports of these peers (default: all)")
+    ] = range(1, 65536)
+    local: Annotated[
+        Annotated[
+            str,
+            Field(pattern=r"^\[?[A-Za-z0-9._:-]{1,253}\]?$"),
+            Allowed("a host name or an address, without a port"),
+        ],
+        Field(description="where others reach this process (default: the host of the URL)"),
+    ] = ""
+    secret_file: Annotated[
+        FilePath | None, Field(description="a file with one line that readers and peers have to know")
+    ] = None
+    transport: Annotated[
+        Literal["tcp", "mooncake", "rdma"],
+        one_of("tcp", "mooncake", "rdma"),
+        Field(
+            description="how values are read: over TCP, or by Mooncake's transfer engine, over TCP (mooncake) or RDMA; "
+            "it asks for no secret"
+        ),
+    ] = "tcp"
+    devices: Annotated[Devices, Field(description="the RDMA devices to use, separated by commas (default: all)")] = ""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
-    """Every setting of a peer store."""
+    """Holds what a peer store needs: the place and settings of its URL, and what no URL says."""
 
     host: str
     """Where this process listens for readers."""
@@ -61,7 +117,7 @@ class PeerSettings:
     secret: bytes = field(default=b"", repr=False)
     """Readers have to know it, and the peers that are read from. Not with `mooncake`, whose transfer engine asks
     nobody for it: seal the pages instead."""
-    connect_ms: int = 1000
+    connect_s: float = 1.0
     """How long a connection may take, with everything until it can be used; and how long a peer may leave a request
     without the beginning of an answer."""
 
@@ -74,10 +130,6 @@ class PeerSettings:
             raise _wrong(f"{self.host}:{self.port} is not a host and a port")
         if self.local and not _HOST.fullmatch(self.local):
             raise _wrong(f"local={self.local} is not a host name or an address, without a port")
-        if self.protocol not in ("tcp", "rdma"):
-            raise _wrong(f"protocol={self.protocol} must be tcp or rdma")
-        if not _DEVICES.fullmatch(self.devices):
-            raise _wrong(f"devices={self.devices} is not a list of device names, separated by commas")
         if _everywhere(self.host) and not self.local and self.port != 0:
             raise _wrong(
                 f"{self.host} stands for all addresses of this machine; set local= to the address that other "
@@ -85,7 +137,7 @@ class PeerSettings:
             )
         if self.transport == "mooncake" and self.secret:
             raise _wrong(
-                "secret_file does not protect transport=mooncake, whose transfer engine lets every client that "
+                "secret_file does not protect Mooncake's transfer engine, which lets every client that "
                 "reaches its port read and write this memory; use transport=tcp, or authenticated pages without "
                 "a secret_file"
             )
@@ -116,34 +168,25 @@ class PeerSettings:
         Raises:
             StoreError: a setting is unknown or cannot be.
         """
-        url.reject_unknown(
-            "size", "unit", "threads", "lease", "transport", "protocol", "devices", "buffer", "peers", "ports", "local",
-            "secret_file", "connect_ms",
-        )  # fmt: skip
+        given = PeerURLSettings.read(url)
         place = _PLACE.fullmatch(url.location)
         if place is None or url.path not in ("", "/"):
             raise _wrong(
                 f"{url.redacted!r} has no address to listen on; write peer://host:port, with port 0 for a process "
                 "that only reads"
             )
-        given = url.settings.get
-        default = cls("127.0.0.1")
         made = cls(
             host=place[1].strip("[]"),
             port=None if place[2] is None else int(place[2]),
-            local=given("local", "").strip("[]"),
-            size_bytes=url.read_size("size") or default.size_bytes,
-            unit_bytes=url.read_size("unit") or default.unit_bytes,
-            threads=url.read_int("threads", default.threads, low=1, high=64),
-            lease_s=url.read_int("lease", default.lease_s, low=0, high=_LONGEST_LEASE_S),
-            transport=cast("PeerTransport", url.read_choice("transport", "tcp", "mooncake")),
-            protocol=given("protocol", default.protocol),
-            devices=given("devices", default.devices),
-            buffer_bytes=url.read_size("buffer") or default.buffer_bytes,
-            peers=given("peers", default.peers),
-            ports=_ports(given("ports")),
-            secret=read_secret(url.settings["secret_file"]) if "secret_file" in url.settings else b"",
-            connect_ms=url.read_int("connect_ms", default.connect_ms, low=1, high=60_000),
+            local=given.local.strip("[]"),
+            size_bytes=given.size,
+            lease_s=given.lease,
+            transport="tcp" if given.transport == "tcp" else "mooncake",
+            protocol="rdma" if given.transport == "rdma" else "tcp",
+            devices=given.devices,
+            peers=given.peers,
+            ports=given.ports,
+            secret=b"" if given.secret_file is None else read_secret(given.secret_file),
         )
         _ = made.allowed  # raises
         return made
@@ -179,16 +222,6 @@ def read_secret(path: str) -> bytes:
     if len(secret) not in _SECRET or b"\n" in secret:
         raise _wrong(f"secret_file {path} is not one line of {_SECRET.start} to {_SECRET.stop - 1} bytes")
     return secret
-
-
-def _ports(text: str | None) -> range:
-    if text is None:
-        return range(1, 65536)
-    match = _PORTS.fullmatch(text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 0 < first <= last < 65536:
-        raise _wrong(f"ports={text} is not a port or a range of ports: 7400-7499")
-    return range(first, last + 1)
 
 
 def _misread(host: str) -> bool:

@@ -137,7 +137,7 @@ class PeerStore(KVStore):
         max_value_bytes = own.capabilities.max_value_bytes
         self._capabilities = Capabilities(persistent=False, shared=False, max_value_bytes=max_value_bytes)
         self._address = None if listener is None else str(PeerAddress(settings.reachable, listener.getsockname()[1]))
-        self._sources = PeerConnections(self._allowed, secret=settings.secret, connect_s=settings.connect_ms / 1000)
+        self._sources = PeerConnections(self._allowed, secret=settings.secret, connect_s=settings.connect_s)
         self._reader = PeerReader(self._sources, self._located, self._transfer)
         session = "" if self._transfer is None else self._transfer.session
         self._server = None if listener is None else PeerServer(self._own, listener, settings.secret, session)
@@ -321,5 +321,5 @@ def _transfer(settings: PeerSettings) -> GuardedTransferEngine | None:
 
 
 def open_url(url: StoreURL) -> KVStore:
-    """`peer://10.0.0.5:7400?size=64GiB&lease=60&peers=10.0.0.0/8&transport=tcp`; see `PeerSettings`."""
+    """`peer://10.0.0.5:7400?size=64GiB&lease=60&peers=10.0.0.0/8&transport=tcp`; see `PeerURLSettings`."""
     return PeerStore(PeerSettings.of(url))

@@ -33,6 +33,7 @@ from kvparams_connectors.store import (
 from kvparams_connectors.store_url import StoreURL
 from kvparams_connectors.stores.guard.store import open_guarded
 from kvparams_connectors.stores.tiered.reader import TieredReader
+from kvparams_connectors.stores.tiered.settings import TieredSettings
 from kvparams_connectors.stores.tiered.staging import StagingArea
 from kvparams_connectors.stores.tiered.statistics import TieredCounters, TieredStatistics
 from kvparams_connectors.stores.tiered.value_origins import ValueOrigins
@@ -213,12 +214,12 @@ class TieredStore(KVStore):
 
 
 def open_url(url: StoreURL) -> KVStore:
-    """`tiered:?l1=memory%3A%3Fsize%3D1GiB&l2=valkey%3A%2F%2Fhost%3A6379&write=through&promote=yes&staging=64MiB`.
+    """`tiered:?l1=memory%3A%3Fsize%3D1GiB&l2=valkey%3A%2F%2Fhost%3A6379&write=through`; see `TieredSettings`.
 
     The tiers' own URLs stand in it percent-encoded, `l1` to `l4`. Every tier but memory is guarded.
     """
+    settings = TieredSettings.read(url)
     names = [f"l{number}" for number in range(1, _MOST_TIERS + 1)]
-    url.reject_unknown(*names, "write", "promote", "staging")
     if url.location or url.path:
         raise StoreError(
             f"tiered store: {url.redacted!r} has a host or path; write tiered:?l1=...&l2=..., with the addresses "
@@ -236,14 +237,11 @@ def open_url(url: StoreURL) -> KVStore:
         if place in places:
             raise StoreError(f"tiered store: {name} is the same store as an earlier tier")
         places.add(place)
-    write_back = url.read_choice("write", "through", "back") == "back"
-    promote = url.read_choice("promote", "yes", "no") == "yes"
-    staging = url.read_size("staging") or _STAGING
     tiers: list[KVStore] = []
     try:
         for one in parsed:
             tiers.append(open_guarded(one.raw))
-        return TieredStore(tiers, write_back=write_back, promote=promote, staging_bytes=staging)
+        return TieredStore(tiers, write_back=settings.write == "back")
     except BaseException:
         for tier in tiers:
             tier.close()

@@ -46,20 +46,19 @@ from kvparams_connectors.stores.valkey.server_facts import (
     read_slots,
     tls_context,
 )
+from kvparams_connectors.stores.valkey.settings import ValkeySettings, ValkeysSettings
 from kvparams_connectors.stores.valkey.topology import ClusterTopology, ValkeyNode
 
 __all__ = ["ValkeyStore", "open_url"]
 
 _LOGGER: Final = logging.getLogger(__name__)
 
-_PREFIX: Final = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _PLACE: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 _PORT: Final = 6379
-_CONNECT_MS: Final = 1000
+_CONNECT_S: Final = 1.0
 _REFRESH_S: Final = 1.0
 _SHORTEST_S: Final = 0.05
 """With less time than this a server is not asked for the map."""
-_LONGEST_TTL_S: Final = 10 * 365 * 86400
 
 
 class ValkeyStore(BlockingStore):
@@ -250,39 +249,30 @@ class ValkeyStore(BlockingStore):
 def open_url(url: StoreURL) -> KVStore:
     """`valkey://host:6379?prefix=...&ttl=3600`, `valkeys://` for TLS, `valkey:///path/to.sock` for a unix socket.
 
-    Settings: `threads` (1), `prefix`, `ttl` in seconds, `user`, `password_file`, `connect_ms` (1000), and with TLS
-    `ca`, `cert`, `key`: PEM files.
+    `ValkeySettings` has the settings, `ValkeysSettings` those with TLS.
 
     What an ACL has to allow: `+get +set +strlen +exists +unlink` on `~PREFIX:*`, in a cluster `+cluster|slots` and
     `+asking` as well; with `+info +config|get` the server's limits are known and its settings are checked.
     """
-    tls = url.scheme == "valkeys"
-    url.reject_unknown(
-        "threads", "prefix", "ttl", "user", "password_file", "connect_ms", *(("ca", "cert", "key") if tls else ())
-    )
-    settings = url.settings
-    files = TLSFiles(settings.get("ca", ""), settings.get("cert", ""), settings.get("key", "")) if tls else None
-    if files and files.key and not files.cert:
-        raise StoreError("valkeys store: key is set, but cert is not; set both or neither")
-    prefix = settings.get("prefix", "")
-    if "prefix" in settings and not _PREFIX.fullmatch(prefix):
-        raise StoreError(f"{url.scheme} store: prefix={prefix!r} is not 1 to 128 characters from [A-Za-z0-9._-]")
-    if "user" in settings and "password_file" not in settings:
-        raise StoreError(f"{url.scheme} store: user is set, but password_file is not; set both")
-    password = read_password(settings["password_file"]) if "password_file" in settings else b""
+    files = None
+    if url.scheme == "valkeys":
+        settings = ValkeysSettings.read(url)
+        files = TLSFiles(settings.ca or "", settings.cert or "", settings.key or "")
+    else:
+        settings = ValkeySettings.read(url)
     access = ValkeyAccess(
-        connect_s=url.read_int("connect_ms", _CONNECT_MS, low=1, high=60_000) / 1000,
-        user=settings.get("user", ""),
-        password=password,
+        connect_s=_CONNECT_S,
+        user=settings.user or "",
+        password=b"" if settings.password_file is None else read_password(settings.password_file),
         tls=tls_context(files) if files else None,
     )
     return ValkeyStore(
         _node(url),
         access,
         tls=files,
-        prefix=prefix,
-        ttl_s=url.read_int("ttl", 0, low=1, high=_LONGEST_TTL_S),
-        threads=url.read_int("threads", 1, low=1, high=64),
+        prefix=settings.prefix or "",
+        ttl_s=settings.ttl or 0,
+        threads=settings.threads,
     )
 
 

@@ -3,7 +3,6 @@
 An entry names only places; the secrets read there stay in memory (`secret.py`).
 """
 
-import os
 import ssl
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from kvparams_proxy.config_errors import ConfigProblems
-from kvparams_proxy.secret import Secret, SecretError, secret_from_file, secret_from_variable
+from kvparams_proxy.secret import Secret, SecretError, secret_from_file
 from kvparams_proxy.tls import EngineTLSSettings, TLSError, engine_ssl_context
 
 __all__ = ["NO_CREDENTIALS", "NO_CREDENTIAL_SOURCES", "CredentialSources", "EngineCredentials", "load_credentials"]
@@ -23,8 +22,6 @@ class CredentialSources:
 
     key_file: Path | None = None
     """Holds the engine's API key, alone."""
-    key_env: str | None = None
-    """The environment variable that holds it instead."""
     tls: EngineTLSSettings | None = None
     """For https."""
 
@@ -62,8 +59,6 @@ def load_credentials(places: CredentialSources, where: str, problems: ConfigProb
     try:
         if places.key_file is not None:
             key = secret_from_file(places.key_file)
-        elif places.key_env is not None:
-            key = secret_from_variable(places.key_env, os.environ)
     except SecretError as error:
         problems.add(where, str(error))
     if places.tls is None:

@@ -41,7 +41,7 @@ class Shelf:
     """A store in a file, and what is in it."""
 
     def __init__(self, folder: Path) -> None:
-        self.url = f"file://{folder}/store?size=4MiB&unit=4KiB"
+        self.url = f"file://{folder}/store?size=8MiB"
 
     def put(self, key: str, value: memoryview) -> None:
         store = open_store(self.url)
@@ -89,7 +89,7 @@ def test_bench_prints_a_table_and_leaves_nothing_behind(
     store = open_store(shelf.url)
     try:
         assert store.exists(["mine"]).result()[0].nbytes == page().nbytes
-        unit = 4096
+        unit = 64 << 10
         assert store.put(
             [PutOp("fills", (memoryview(bytearray(store.capabilities.max_value_bytes - 8 * unit)),))]
         ).result()
@@ -110,7 +110,7 @@ def test_a_store_that_changes_bytes_is_not_measured(floor: LoopbackPeer) -> None
 def test_a_store_with_too_little_room_is_told_from_a_slow_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["store", "bench", "memory:?size=1MiB&unit=4KiB", "--sizes", "256KiB", "--rounds", "1"]) == 2
+    assert main(["store", "bench", "memory:?size=1MiB", "--sizes", "256KiB", "--rounds", "1"]) == 2
     assert "--working-set" in capsys.readouterr().err
 
 

@@ -81,7 +81,7 @@ def test_a_peer_of_many_addresses_costs_its_time_once(
     opened: list[KVStore], port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     named(monkeypatch, HOLES[:-1])
-    store = peer(opened, "127.0.0.1:0", peers="node-5", connect_ms=300)
+    store = peer(opened, "127.0.0.1:0", peers="node-5", connect_s=0.3)
     store.hint_location(names([1]), f"node-5:{port}")
     start = time.monotonic()
     assert get(store, [1], deadline_s=2.0) == [ResultCode.MISS]  # settled, too

@@ -26,7 +26,7 @@ from tests.support.connectors.peer_steps import SIZE, WAIT_S, Liar, get, lies, n
 from tests.support.connectors.valkey_relay import Relay
 from tests.support.waiting import wait_until
 
-URL = "peer://127.0.0.1?size=32MiB&unit=4KiB"
+URL = "peer://127.0.0.1?size=32MiB"
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def owner(kept: list[PeerProcess]) -> PeerProcess:
     return a_peer(kept, URL)
 
 
-def told(opened: list[KVStore], address: str, seeds: Sequence[int] = range(64), **settings: str | int) -> PeerStore:
+def told(opened: list[KVStore], address: str, seeds: Sequence[int] = range(64), **settings: str | float) -> PeerStore:
     store = peer(opened, "127.0.0.1:0", **settings)
     store.hint_location(names(seeds), address)
     return store
@@ -67,7 +67,7 @@ def test_a_peer_that_is_killed_costs_nothing_and_its_pages_are_gone(opened: list
 
 
 def test_a_peer_that_was_restarted_has_nothing_of_what_was(opened: list[KVStore]) -> None:
-    with PeerProcess(f"peer://127.0.0.1:{free_port()}?size=32MiB&unit=4KiB") as owner:
+    with PeerProcess(f"peer://127.0.0.1:{free_port()}?size=32MiB") as owner:
         owner.put(range(4), SIZE)
         store = told(opened, owner.address)
         assert get(store, range(4)) == [ResultCode.OK] * 4
@@ -163,7 +163,7 @@ def test_a_peer_that_says_nothing_is_not_waited_for_until_the_deadline(
     opened: list[KVStore], owner: PeerProcess
 ) -> None:
     owner.put(range(4), SIZE)
-    store = told(opened, owner.address, connect_ms=300)
+    store = told(opened, owner.address, connect_s=0.3)
     assert get(store, range(4)) == [ResultCode.OK] * 4
     owner.stop()
     start = time.monotonic()

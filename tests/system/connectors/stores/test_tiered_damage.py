@@ -257,9 +257,9 @@ def test_a_guard_has_what_it_guards_discard(opened: list[KVStore]) -> None:
 
 def test_a_peers_damaged_pages_cost_the_store_that_all_share_nothing(opened: list[KVStore], tmp_path: Path) -> None:
     """A prefill engine serves a bad page; the decode engine refuses it once, and then has it from the shared store."""
-    shared = f"file://{tmp_path}/shared?size=1MiB&unit=4KiB"
-    prefill = open_store("peer://127.0.0.1?size=1MiB&unit=4KiB&lease=0")
-    store = Remembering([open_guarded("peer://127.0.0.1:0?size=1MiB&unit=4KiB&lease=0"), open_guarded(shared)])
+    shared = f"file://{tmp_path}/shared?size=4MiB"
+    prefill = open_store("peer://127.0.0.1?size=4MiB&lease=0")
+    store = Remembering([open_guarded("peer://127.0.0.1:0?size=4MiB&lease=0"), open_guarded(shared)])
     other = open_store(shared)
     opened += [store, prefill, other]
     plan, _ = save_sequence(prefill, 20)

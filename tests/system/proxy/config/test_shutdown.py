@@ -107,14 +107,14 @@ async def test_health_says_draining_while_requests_are_still_taken(stub: StubEng
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--plain-asgi",)], ids=["direct", "plain"])
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "plain"])
 @pytest.mark.parametrize("how", ["the grace is over", "a second signal"])
-async def test_what_is_cut_is_told_who_cut_it(stub: StubEngines, flags: tuple[str, ...], how: str) -> None:
+async def test_what_is_cut_is_told_who_cut_it(stub: StubEngines, direct: bool, how: str) -> None:
     """A stream midway, a prompt that is computed, and a body and a head that have not arrived: each hears of it; whose
     head was there is logged."""
     stub.delays.itl_ms = 50
     grace = "1" if how == "the grace is over" else "60"
-    async with serving(stub, "--grace", grace, *flags) as served:
+    async with serving(stub, "--grace", grace, direct=direct) as served:
         stream = await Asked.begin(served, 2000)
         stub.delays.prefill_ms = 30_000
         whole = await asyncio.open_connection("127.0.0.1", served.port)

@@ -40,11 +40,11 @@ async def released(served: Served) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--plain-asgi",)], ids=["direct", "plain"])
-async def test_what_clients_sent_who_left_is_released(stub: StubEngines, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "plain"])
+async def test_what_clients_sent_who_left_is_released(stub: StubEngines, direct: bool) -> None:
     """Ten connections, 15 of 16 MB each, five times over; the collector would not run for a long while."""
     raw = HEAD % (16 * MIB) + b"[" * (15 * MIB)
-    async with serving(stub, "--log-requests", "off", *flags) as served:
+    async with serving(stub, "--log-requests", "off", direct=direct) as served:
         first = served.rss_mib()
         for _ in range(5):
             writers = await asyncio.gather(*(part_of_a_body(served.port, raw) for _ in range(10)))
@@ -69,12 +69,12 @@ async def test_a_body_in_crumbs_takes_its_size(stub: StubEngines) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flags", [(), ("--plain-asgi",)], ids=["direct", "plain"])
-async def test_all_bodies_together_are_bounded(stub: StubEngines, flags: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "plain"])
+async def test_all_bodies_together_are_bounded(stub: StubEngines, direct: bool) -> None:
     """Beyond the bound a request is answered 503; when others have gone there is room again."""
-    bound = ("--max-body-memory", str(40 * MIB), "--log-requests", "off", *flags)
+    bound = ("--max-body-memory", str(40 * MIB), "--log-requests", "off")
     body = {"model": "stub", "prompt": "x" * MIB, "max_tokens": 2}
-    async with serving(stub, *bound) as served:
+    async with serving(stub, *bound, direct=direct) as served:
         writers = [await part_of_a_body(served.port, HEAD % (16 * MIB) + b"[" * (13 * MIB)) for _ in range(3)]
         await held(served, 38.9)
         refused = await served.client.post("/v1/completions", json=body | {"prompt": "x" * (2 * MIB)})
@@ -89,12 +89,12 @@ async def test_all_bodies_together_are_bounded(stub: StubEngines, flags: tuple[s
         assert await served.metric("kvparams_proxy_body_bytes ") == 0
 
 
-@pytest.mark.parametrize("flags", [(), ("--plain-asgi",)], ids=["direct", "plain"])
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "plain"])
 async def test_who_is_refused_in_the_middle_of_a_body_is_told_that_the_connection_ends(
-    stub: StubEngines, flags: tuple[str, ...]
+    stub: StubEngines, direct: bool
 ) -> None:
     """Otherwise a client sends its next request on a connection that is being closed."""
-    async with serving(stub, "--max-body-memory", str(40 * MIB), "--log-requests", "off", *flags) as served:
+    async with serving(stub, "--max-body-memory", str(40 * MIB), "--log-requests", "off", direct=direct) as served:
         others = [await part_of_a_body(served.port, HEAD % (16 * MIB) + b"[" * (13 * MIB)) for _ in range(3)]
         await held(served, 38.9)
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)

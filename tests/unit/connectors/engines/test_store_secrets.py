@@ -135,7 +135,7 @@ def test_no_error_shows_the_url() -> None:
 @pytest.mark.parametrize(
     ("url", "what"),
     [
-        ("file:///dev/shm/kv?size=1GiB&unit=64KiB", None),
+        ("file:///dev/shm/kv?size=1GiB", None),
         ("memory:?size=512MiB", None),
         ("valkey:///run/valkey.sock", None),
         ("valkeys://[2001:db8::1]:6379?ttl=5&prefix=a.b-c", None),

@@ -49,8 +49,8 @@ class TestFileStore(StoreConformance):
 
 
 def test_stores_are_opened_by_url(tmp_path: Path) -> None:
-    memory = open_store("memory:?size=1MiB&unit=4KiB&threads=2")
-    file = open_store(f"file://{tmp_path}/a%20store?size=1MiB&unit=4KiB")
+    memory = open_store("memory:?size=1MiB")
+    file = open_store(f"file://{tmp_path}/a%20store?size=1MiB")
     again = open_store(f"file://{tmp_path}/a%20store")
     assert isinstance(memory, MemoryStore)
     assert isinstance(file, FileStore)
@@ -76,8 +76,7 @@ def test_stores_are_opened_by_url(tmp_path: Path) -> None:
         "memory:?size=1KiB",
         "memory:?sise=1GiB",
         "memory:?size=1MiB&size=2MiB",
-        "memory:?threads=0",
-        "memory:?threads=many",
+        "memory:?size=1MiB&threads=2",
         "memory://host?size=1MiB",
         "memory:/path?size=1MiB",
         "file:relative?size=1MiB",
@@ -86,7 +85,7 @@ def test_stores_are_opened_by_url(tmp_path: Path) -> None:
         "file:///dev/null?size=1MiB",
         "file:///dev/shm?size=1MiB",
         "file:///tmp/x?size=1MiB&color=red",
-        "file:///tmp/x?size=1MiB&unit=5000",
+        "file:///tmp/x?size=1MiB&unit=4KiB",
     ],
 )
 def test_a_url_that_cannot_be_meant_is_refused_in_words(url: str) -> None:
@@ -95,8 +94,10 @@ def test_a_url_that_cannot_be_meant_is_refused_in_words(url: str) -> None:
 
 
 def test_an_unknown_setting_is_refused_and_the_known_ones_are_named() -> None:
-    with pytest.raises(StoreError, match=r"sise.*known: size, unit, threads"):
+    with pytest.raises(StoreError) as refused:
         open_store("memory:?sise=1GiB")
+    words = "memory store: sise: is not known here; did you mean size? known: size, in 'memory:?sise=...'"
+    assert str(refused.value) == words
 
 
 SCHEMES = ["memory", "file", "valkey", "valkeys", "mooncake", "tiered", "lmcache", "lmcache-mp", "peer"]
@@ -108,7 +109,7 @@ def test_every_setting_of_every_store_stands_in_the_guides_table() -> None:
     for scheme in SCHEMES:
         with pytest.raises(StoreError) as refused:
             open_store(f"{scheme}://127.0.0.1:1/?no_such_setting=1")
-        known |= set(str(refused.value).partition("known: ")[2].split(", "))
+        known |= set(str(refused.value).partition("known: ")[2].partition(", in ")[0].split(", "))
     guide = (Path(__file__).parents[4] / "connectors" / "STORES.md").read_text()
     table = guide.partition("| setting |")[2].partition("\n\n")[0]
     names = {name for row in table.splitlines()[2:] for name in re.findall("`([a-z0-9_]+)`", row.split("|")[1])}

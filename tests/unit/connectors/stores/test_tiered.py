@@ -537,8 +537,8 @@ def url(**settings: str) -> str:
 
 
 def test_a_tiered_store_is_opened_by_url(tmp_path: Path) -> None:
-    file = f"file://{tmp_path}/a%20store?size=1MiB&unit=4KiB"
-    store = open_store(url(l1="memory:?size=1MiB&unit=4KiB", l2=file, write="back", promote="no", staging="1MiB"))
+    file = f"file://{tmp_path}/a%20store?size=1MiB"
+    store = open_store(url(l1="memory:?size=1MiB", l2=file, write="back"))
     assert put(store, "key") == [ResultCode.OK]
     assert get(store, "key") == [ResultCode.OK]
     store.close()
@@ -562,10 +562,9 @@ def test_the_example_in_the_documentation_is_a_url() -> None:
         ({"l1": "memory:?size=1MiB", "l2": "memory:?size=2MiB"}, "same"),
         ({"l1": "memory:", "l2": "tiered:?l1=memory%3A"}, "itself a tiered store"),
         ({"l1": "memory:", "l2": "file:///tmp/x", "write": "around"}, "through, back"),
-        ({"l1": "memory:", "l2": "file:///tmp/x", "promote": "true"}, "yes, no"),
-        ({"l1": "memory:", "l2": "file:///tmp/x", "staging": "0"}, "not a size"),
-        ({"l1": "memory:", "l2": "file:///tmp/x", "l5": "file:///tmp/y"}, "unknown setting l5"),
-        ({"l1": "memory:?sise=1MiB", "l2": "file:///tmp/x"}, "unknown setting sise"),
+        ({"l1": "memory:", "l2": "file:///tmp/x", "promote": "no"}, "promote: is not known here"),
+        ({"l1": "memory:", "l2": "file:///tmp/x", "l5": "file:///tmp/y"}, "l5: is not known here"),
+        ({"l1": "memory:?sise=1MiB", "l2": "file:///tmp/x"}, "sise: is not known here; did you mean size"),
         ({"l1": "memory:?size=1MiB", "l2": "file:///nowhere/at/all"}, "nowhere"),
     ],
 )

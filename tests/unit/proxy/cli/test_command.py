@@ -96,7 +96,18 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("\n")
     said = problems(
         *("--prefill", "http://user:hunter2@h:1", "--decode", "a b=http://h:1", "--decode", "h:1"),
-        *("--tls-key", "k", "--prefill-labels", "x", "--decode-labels", "a b=c", "--host", "", "--prefill-tokens", "0"),
+        *(
+            "--tls-key",
+            "k",
+            "--prefill-labels",
+            "x",
+            "--decode-labels",
+            "a b=c",
+            "--host",
+            "",
+            "--prefill-requests",
+            "0",
+        ),
         *("--connector", "x", "--policy", "x", "--port", "70000", "--probe", "0", "--queue", "-1", "--retries", "1.5"),
         *("--max-body-bytes", "many"),
     )
@@ -114,7 +125,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         ),
         *("--max-body-bytes: must be", "--host: must be text", "--prefill-labels: must be LABEL=VALUE"),
         *("--decode-labels: must be LABEL=VALUE", "--tls-certificate, --tls-key: https needs both"),
-        "--prefill-tokens: must be a whole number, at least 1",
+        "--prefill-requests: must be a whole number, at least 1",
     ):
         assert place in said, place
     assert "hunter2" not in said
@@ -136,8 +147,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
         ((), "no engine is given; add --prefill URL and --decode URL"),
         (("--prefill", "a=http://h:1", "--decode", "a=http://h:2"), "two instances are called 'a'"),
         ((*ENGINES, "--config", "/nowhere/fleet.yaml"), "/nowhere/fleet.yaml cannot be read: No such file"),
-        ((*ENGINES, "--admin-token-env", "KVPARAMS_NO_SUCH"), "KVPARAMS_NO_SUCH is not set"),
-        ((*ENGINES, "--admin-token-env", "A", "--admin-token-file", "b"), "give only one of them"),
+        ((*ENGINES, "--admin-token-file", "/nowhere/token"), "/nowhere/token cannot be read"),
         ((*ENGINES, "--tls-certificate", "/nowhere", "--tls-key", "/nowhere"), "/nowhere: No such file"),
         ((*ENGINES, "--port", "http"), "--port: must be a port from 0 to 65535"),
     ],
@@ -156,11 +166,13 @@ def test_the_command_prints_each_problem_and_ends_with_2(capsys: pytest.CaptureF
 def test_a_flag_goes_before_the_file_and_the_file_before_the_default(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     (tmp_path / "token").write_text("admin-token")
-    path.write_text("proxy: {port: 1, queue-wait: 7, expose-route: true, decode-tokens: 5, admin-token-file: token}\n")
+    path.write_text(
+        "proxy: {port: 1, queue-wait: 7, expose-route: true, queue-per-tenant: 5, admin-token-file: token}\n"
+    )
     one = asked("--config", str(path), "--port", "2", "--decode-requests", "3")
     assert one.port == 2
-    assert one.settings.queue == QueueLimits(wait_s=7.0)
-    assert one.settings.limits[Role.DECODE] == RoleLimits(3, 5)
+    assert one.settings.queue == QueueLimits(per_tenant=5, wait_s=7.0)
+    assert one.settings.limits[Role.DECODE] == RoleLimits(3)
     assert one.settings.limits[Role.PREFILL] == RoleLimits()
     assert one.settings.expose_route
     assert one.settings.prefill_timeout_s == 300.0

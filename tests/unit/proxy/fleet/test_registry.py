@@ -279,7 +279,6 @@ def test_no_text_does_anything_but_be_read_or_refused(text: str) -> None:
         ("drain", "yes", "true or false"),
         ("drain", 1, "true or false"),
         ("key_file", 5, "path of a file"),
-        ("key_env", "A B", "environment variable"),
         ("kv_events", "http://h:1", "tcp://host:port"),
         ("kv_events", "tcp://h", "tcp://host:port"),
         ("kv_events", "tcp://h:0", "tcp://host:port"),
@@ -387,7 +386,7 @@ def test_everything_wrong_is_said_at_once_and_passwords_are_not_repeated() -> No
         extra: 1
         instances:
           - {id: a, url: "http://user:hunter2@h:1", role: prefill}
-          - {id: b, url: "http://h:1", role: decode, key_file: k, key_env: K}
+          - {id: b, url: "http://h:1", role: decode, key_fil: k}
           - {id: b, url: "http://h:2", role: decode}
           - {id: c, url: "http://h:2", role: decode}
           - {id: d, url: "http://h:2", role: prefill, tls: {ca: x}}
@@ -398,7 +397,7 @@ def test_everything_wrong_is_said_at_once_and_passwords_are_not_repeated() -> No
     text = "\n".join(found)
     for place in (
         *("extra:", "proxy.no-such:", "proxy.port:", "proxy.probe:", "roles.prefil:", "roles.decode:"),
-        *("defaults.role:", "defaults.connector:", "instances[0].url:", "instances[1].key_env:", "instances[2].id:"),
+        *("defaults.role:", "defaults.connector:", "instances[0].url:", "instances[1].key_fil:", "instances[2].id:"),
         *("instances[3].url:", "instances[4].tls:", "instances[5].id:", "instances[6]:"),
     ):
         assert place in text, place
@@ -654,7 +653,6 @@ async def test_a_file_that_is_being_written_is_not_a_smaller_fleet(followed: Fol
         ("instances: [", "not valid YAML"),
         (fleet_text("a", "a"), "already"),
         (fleet_text("x", more=", key_file: nowhere"), "nowhere cannot be read"),
-        (fleet_text("x", more=", key_env: KVPARAMS_NO_SUCH"), "KVPARAMS_NO_SUCH is not set"),
         (fleet_text("x", url="https://h", more=", tls: {ca: nowhere}"), "nowhere: No such file"),
         ("#" * (MAX_YAML_BYTES + 1), "larger than"),
         ("instances: []\nproxy: {port: x}", "proxy.port"),
