@@ -6,6 +6,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvparams_proxy.coordination.exchange import Exchange
+from kvparams_proxy.fleet.fleet import Fleet
 
 __all__ = ["ExchangeGauges"]
 
@@ -13,8 +14,9 @@ __all__ = ["ExchangeGauges"]
 class ExchangeGauges(Collector):
     """Collects the gauges of the exchange at each scrape."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, fleet: Fleet) -> None:
         self._exchange = exchange
+        self._fleet = fleet
 
     def collect(self) -> Iterable[Metric]:
         """Collects the metrics for the registry."""
@@ -27,6 +29,12 @@ class ExchangeGauges(Collector):
         yield GaugeMetricFamily(
             "kvparams_proxy_exchange_siblings", "Other proxies that share the fleet.", value=len(exchange.siblings)
         )
+        in_flight = GaugeMetricFamily(
+            "kvparams_proxy_exchange_in_flight", "Legs that other proxies run now.", labels=["role", "instance"]
+        )
+        for member in list(self._fleet.members):
+            in_flight.add_metric([member.instance.role, member.instance.id], member.elsewhere)
+        yield in_flight
         for name, text, value in (
             ("sent_messages", "Messages that were sent to other proxies.", exchange.sent_messages),
             ("sent_bytes", "Bytes of these.", exchange.sent_bytes),

@@ -176,7 +176,7 @@ def _open_parts(
         *(() if prefixes is None else (PrefixCacheGauges(prefixes),)),
         *(() if events is None else (KVEventGauges(events),)),
         *(() if tokens is None else (PromptGauges(tokens),)),
-        *(() if sync is None else (ExchangeGauges(sync.exchange),)),
+        *(() if sync is None else (ExchangeGauges(sync.exchange, fleet),)),
         gauges=(InstanceGauges(metrics, fleet, pools, releaser), ProductionStackGauges(metrics, fleet, loop.time)),
         flush=telemetry.record_dispatcher.flush,
     )
