@@ -71,6 +71,10 @@ class Request:
     wire: bytes
     measured: bool
     retried: bool = False
+    ttft_s: float | None = None
+    """From `due_s` to the first byte of the answer's body."""
+    error: str | None = None
+    """Why the answer was wrong, once it has ended."""
 
 
 class Pool:
@@ -97,6 +101,10 @@ class Pool:
         self._opening.add(task)
         task.add_done_callback(self._opening.discard)
 
+    def is_open(self, request: Request) -> bool:
+        """Returns whether a request was sent here and has not ended."""
+        return id(request) in self._requests
+
     async def _open(self, request: Request) -> None:
         try:
             _, connection = await self._loop.create_connection(lambda: _Connection(self), "127.0.0.1", self.target.port)
@@ -109,6 +117,7 @@ class Pool:
     def settle(self, request: Request, error: str | None) -> None:
         """Records that a request has ended."""
         del self._requests[id(request)]
+        request.error = error
         if error is not None:
             self.tally.errors[error] += 1
         else:
@@ -135,7 +144,8 @@ class Pool:
         """Give up on what is unanswered: an error each, with the time waited so far, so that no percentile hides it."""
         now = time.monotonic()
         for request in tuple(self._requests.values()):
-            self.tally.errors["unanswered"] += 1
+            request.error = "unanswered"
+            self.tally.errors[request.error] += 1
             if request.measured:
                 self.tally.e2e_s.append(now - request.due_s)
         self._requests.clear()
@@ -191,8 +201,10 @@ class _Connection(asyncio.Protocol):
         request = self._request
         if request is None:
             return
-        if not self._size and request.measured:
-            self._tally.ttft_s.append(self._now_s - request.due_s)
+        if not self._size:
+            request.ttft_s = self._now_s - request.due_s
+            if request.measured:
+                self._tally.ttft_s.append(request.ttft_s)
         self._size += len(body)
         joined = self._tail + body
         if self._stream:
