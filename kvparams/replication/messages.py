@@ -63,6 +63,8 @@ class MessageKind(IntEnum):
     """A piece of the answer: entries."""
     GOODBYE = 5
     """The sender ends: its load is to be forgotten at once."""
+    MISSED_REQUEST = 6
+    """Asks one proxy to tell all once more what it told in the last seconds; the payload says how many (float32)."""
 
 
 class Message(NamedTuple):

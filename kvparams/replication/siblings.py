@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 __all__ = ["Arrival", "Sibling", "SiblingTable"]
 
@@ -33,17 +33,32 @@ class Arrival(Enum):
 class Sibling:
     """A sibling is one run of another proxy, and the facts it has told."""
 
-    __slots__ = ("heard_at", "id", "info", "loads", "next_sequence")
+    __slots__ = ("away_s", "heard_at", "id", "info", "loads", "next_sequence")
 
-    def __init__(self, id: int, now: float) -> None:
+    def __init__(self, id: int, now: float, away_s: float) -> None:
         self.id: Final = id
         self.heard_at = now
+        self.away_s: Final = away_s
+        """For how long nothing had been heard of it when it was heard again; infinite if it never had been."""
         self.next_sequence: int | None = None
         """None before its first message."""
         self.loads: dict[int, tuple[int, int]] = {}
         """Legs and prompt tokens, by engine; no zeros."""
         self.info: Mapping[str, object] = MappingProxyType({})
         """What it says about itself."""
+
+
+class _GoneSibling(NamedTuple):
+    """A `_GoneSibling` is one that lived."""
+
+    next_sequence: int | None
+    """The sequence number that it may go on with."""
+    heard_at: float
+    has_ended: bool = False
+    """Whether it is never believed again."""
+
+
+_NEVER_HEARD: Final = _GoneSibling(None, float("-inf"))
 
 
 class SiblingTable:
@@ -59,8 +74,8 @@ class SiblingTable:
         self._own_id = own_id
         self._lease_s = lease_s
         self._siblings: dict[int, Sibling] = {}
-        self._gone: OrderedDict[int, int | None] = OrderedDict()
-        """Those that lived: the sequence number they may go on with, or None for never."""
+        self._gone: OrderedDict[int, _GoneSibling] = OrderedDict()
+        """Those that lived."""
         self.refused = 0
         """Messages of senders that were too many."""
 
@@ -82,9 +97,10 @@ class SiblingTable:
         if not sequence:  # only who lives by its other messages
             return (Arrival.IGNORED, None) if sibling is None else (Arrival.IN_ORDER, sibling)
         if sibling is None:
-            if sender == self._own_id or self._gone.get(sender, 0) is None:
+            gone = self._gone.get(sender, _NEVER_HEARD)
+            if sender == self._own_id or gone.has_ended:
                 return Arrival.IGNORED, None
-            expected = self._gone.get(sender)
+            expected = gone.next_sequence
         else:
             expected = sibling.next_sequence
         if expected is not None and sequence < expected:
@@ -93,8 +109,8 @@ class SiblingTable:
             if len(self._siblings) >= _MOST_SIBLINGS:
                 self.refused += 1
                 return Arrival.IGNORED, None
-            self._gone.pop(sender, None)
-            sibling = self._siblings[sender] = Sibling(sender, now)
+            gone = self._gone.pop(sender, _NEVER_HEARD)
+            sibling = self._siblings[sender] = Sibling(sender, now, now - gone.heard_at)
         sibling.heard_at = now
         sibling.next_sequence = sequence + 1
         return (Arrival.IN_ORDER if expected in (None, sequence) else Arrival.AFTER_GAP), sibling
@@ -103,7 +119,7 @@ class SiblingTable:
         """Ends a sibling. Returns it, or None if it did not live."""
         sibling = self._siblings.pop(id, None)
         if sibling is not None:
-            self._remember(id, None)
+            self._remember(id, _GoneSibling(None, sibling.heard_at, has_ended=True))
         return sibling
 
     def expire(self, now: float) -> list[Sibling]:
@@ -115,10 +131,10 @@ class SiblingTable:
         late = [each for each in self._siblings.values() if now - each.heard_at > self._lease_s]
         for each in late:
             del self._siblings[each.id]
-            self._remember(each.id, each.next_sequence)
+            self._remember(each.id, _GoneSibling(each.next_sequence, each.heard_at))
         return late
 
-    def _remember(self, id: int, next_sequence: int | None) -> None:
-        self._gone[id] = next_sequence
+    def _remember(self, id: int, gone: _GoneSibling) -> None:
+        self._gone[id] = gone
         if len(self._gone) > _MOST_GONE:
             self._gone.popitem(last=False)

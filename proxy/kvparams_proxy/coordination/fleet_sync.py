@@ -101,7 +101,7 @@ class FleetSync:
         self.settings: Final = SettingsSync(own_id, self.exchange.publish)
         """The operator's changes."""
         self._queues = QueueSync(fleet, own_id, self._names, self.exchange.publish, loop.time, loop.call_later)
-        self._caches = _prefix_sync(prefixes, self._names, self.exchange.publish)
+        self._caches = _prefix_sync(prefixes, self._names, self.exchange.publish, loop.time)
         fleet.add_listener(self)
         fleet.share_with(self)
 
@@ -148,6 +148,7 @@ class FleetSync:
         self._restarts[member] = self._loop.time()
         key = self._names.find_key(member)
         if key is not None:
+            self._forget_recent(key)
             self.exchange.publish(EngineRestarted(key))
 
     # ExchangeListener
@@ -233,6 +234,12 @@ class FleetSync:
         if self._caches is not None:
             yield from self._caches.snapshot()
 
+    def recent(self, seconds: float) -> Iterator[Entry | None]:
+        """See `ExchangeListener`."""
+        yield from self._queues.snapshot()
+        if self._caches is not None:
+            yield from self._caches.recent(seconds)
+
     # inside
 
     def _apply_event(self, entry: EngineFailed | EngineRestarted) -> None:
@@ -246,7 +253,12 @@ class FleetSync:
                 self._fleet.record_failure_elsewhere(member, entry.why)
         elif self._loop.time() - self._restarts.get(member, -_RESTART_S) >= _RESTART_S:
             self._restarts[member] = self._loop.time()
+            self._forget_recent(entry.engine)
             self._fleet.record_restart_elsewhere(member)
+
+    def _forget_recent(self, engine: int) -> None:
+        if self._caches is not None:
+            self._caches.forget_recent(engine)
 
     def _describe(self) -> Mapping[str, object]:
         blocks = 0 if self._prefixes is None else self._prefixes.blocks
@@ -272,11 +284,14 @@ def _make_transport(loop: asyncio.AbstractEventLoop, place: ShareURL | Path, own
 
 
 def _prefix_sync(
-    prefixes: "PrefixCacheModel | None", names: EngineNames, publish: Callable[[Entry], None]
+    prefixes: "PrefixCacheModel | None",
+    names: EngineNames,
+    publish: Callable[[Entry], None],
+    now: Callable[[], float],
 ) -> "PrefixSync | None":
     """Returns what shares the model of caches. numpy is imported only where there is one."""
     if prefixes is None:
         return None
     from kvparams_proxy.coordination.prefix_sync import PrefixSync
 
-    return PrefixSync(prefixes, names, publish)
+    return PrefixSync(prefixes, names, publish, now)

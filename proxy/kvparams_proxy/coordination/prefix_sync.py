@@ -5,9 +5,10 @@ their own: so all learn the same speeds, the same prefixes and the same correcti
 told that the engine was not believed to have; the reader finds those in front in its own index.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvparams.index.block_hashes import BlockHashes, join_hashes, pack_hashes, unpack_hashes
 from kvparams.index.feeds import IndexChange
@@ -34,18 +35,41 @@ __all__ = ["PrefixSync"]
 
 _PIECE: Final = 4000
 """Blocks in one entry."""
+_MOST_RECENT: Final = 1 << 18
+"""Blocks of recent prompts that are remembered: 2 MiB, some minutes of a busy proxy."""
 _MOST_LEGS: Final = 1 << 16
 """Of one sibling that run at a time; of more, nothing is believed."""
+
+
+class _RecentPrompt(NamedTuple):
+    """A `_RecentPrompt` is a prompt that an engine has computed for this proxy."""
+
+    at: float
+    engine: int
+    hashes: BlockHashes
 
 
 class PrefixSync:
     """Tells this proxy's prefill legs (`PrefillObserver`), and applies those of siblings."""
 
-    def __init__(self, model: PrefixCacheModel, names: EngineNames, publish: Callable[[Entry], None]) -> None:
-        """`model` tells its legs to this object from now on."""
+    def __init__(
+        self, model: PrefixCacheModel, names: EngineNames, publish: Callable[[Entry], None], now: Callable[[], float]
+    ) -> None:
+        """`model` tells its legs to this object from now on.
+
+        Args:
+            model: what is shared.
+            names: of the fleet's members.
+            publish: tells the siblings.
+            now: the clock, in seconds.
+        """
         self._model = model
         self._names = names
         self._publish = publish
+        self._now = now
+        self._recent: deque[_RecentPrompt] = deque()
+        """What this proxy told last, for siblings that did not hear it."""
+        self._recent_blocks = 0
         self._numbers = count(1)
         self._own: dict[str, int] = {}
         """The numbers of this proxy's running legs, by key."""
@@ -70,18 +94,23 @@ class PrefixSync:
             tokens = leg.decision.prompt_tokens
             self._publish(PromptComputed(number, max(1, tokens - leg.decision.expected.cached_tokens), tokens))
 
-    def prefill_ended(self, key: str, leg: PrefillLeg) -> None:
+    def prefill_ended(self, key: str, member: Member, leg: PrefillLeg) -> None:
         """See `PrefillObserver`."""
         number = self._own.pop(key, None)
         if number is not None:
             self._publish(PrefillEnded(number, leg.answered, leg.prompt_tokens, leg.cached))
+            engine = self._names.find_key(member)
+            if leg.answered and leg.hashes is not None and engine is not None:
+                self._remember(engine, leg.hashes)
 
     def blocks_routed(self, instance: Instance, hashes: BlockHashes, held: int) -> None:
         """See `PrefillObserver`."""
         member = next((each for each in self._names.members.values() if each.instance is instance), None)
         if member is not None and held < len(hashes):
             parent = int(hashes[held - 1]) if held else 0
-            self._publish(BlocksRouted(self._names.key_of(member), held, parent, pack_hashes(hashes[held:])))
+            engine = self._names.key_of(member)
+            self._publish(BlocksRouted(engine, held, parent, pack_hashes(hashes[held:])))
+            self._remember(engine, hashes)
 
     def _events_changed(self, change: IndexChange) -> None:
         """Tells what the KV events of an engine have changed, which this proxy alone listens to."""
@@ -108,6 +137,30 @@ class PrefixSync:
             for level, hashes, parents in self._model.event_sources.contents(member):
                 yield BlocksHeld(engine, 0, level, pack_hashes(hashes), pack_hashes(parents))
                 yield None
+        yield from self._running()
+
+    def recent(self, seconds: float) -> Iterator[Entry | None]:
+        """Yields what engines have computed for this proxy in the last seconds, and its running legs."""
+        since = self._now() - seconds
+        for prompt in [each for each in self._recent if each.at >= since]:
+            yield BlocksRouted(prompt.engine, 0, 0, pack_hashes(prompt.hashes))
+            yield None
+        yield from self._running()
+
+    def forget_recent(self, engine: int) -> None:
+        """Forgets what an engine has computed, whose cache is empty now."""
+        self._recent = deque(each for each in self._recent if each.engine != engine)
+        self._recent_blocks = sum(len(each.hashes) for each in self._recent)
+
+    def _remember(self, engine: int, hashes: BlockHashes) -> None:
+        self._recent.append(_RecentPrompt(self._now(), engine, hashes))
+        self._recent_blocks += len(hashes)
+        while self._recent_blocks > _MOST_RECENT:
+            self._recent_blocks -= len(self._recent.popleft().hashes)
+
+    def _running(self) -> Iterator[Entry]:
+        """Yields this proxy's running legs."""
+        keys = {member.instance: key for key, member in self._names.members.items()}
         for key, number in list(self._own.items()):
             leg = self._model.leg(key)
             engine = None if leg is None else keys.get(leg.decision.chosen)

@@ -46,7 +46,8 @@ class ValkeyTransport:
         self._own_id = own_id
         self._own_channel = f"{url.prefix}:to:{own_id:016x}"
         self._all_channel = f"{url.prefix}:all"
-        self._queue: deque[tuple[str, bytes]] = deque()
+        self._queue: deque[tuple[float, str, bytes]] = deque()
+        """When each message was queued, its channel, and the message."""
         self._queued_bytes = 0
         self._wake = asyncio.Event()
         self._sent_all = asyncio.Event()
@@ -72,11 +73,11 @@ class ValkeyTransport:
     def send(self, message: bytes, receiver: int = 0) -> None:
         """See `Transport`."""
         channel = f"{self._url.prefix}:to:{receiver:016x}" if receiver else self._all_channel
-        self._queue.append((channel, message))
+        self._queue.append((self._loop.time(), channel, message))
         self._sent_all.clear()
         self._queued_bytes += len(message)
         while self._queued_bytes > _QUEUE_BYTES:
-            self._queued_bytes -= len(self._queue.popleft()[1])
+            self._drop_first()
         self._wake.set()
 
     async def close(self) -> None:
@@ -114,8 +115,14 @@ class ValkeyTransport:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    def _drop_first(self) -> None:
+        self._queued_bytes -= len(self._queue.popleft()[-1])
+
     async def _send_queue(self, client: Any) -> None:
         await client.ping()
+        # What was queued while nobody could hear it is out of date: siblings ask for what they have missed.
+        while self._queue and self._queue[0][0] < self._loop.time() - _SILENCE_S:
+            self._drop_first()
         said_at = -float(_MEMBER_TTL_S)
         while True:
             if not self._queue:
@@ -124,7 +131,7 @@ class ValkeyTransport:
                 await self._wake.wait()
             pipe = client.pipeline(transaction=False)
             for _ in range(min(_BATCH, len(self._queue))):
-                channel, message = self._queue.popleft()
+                _, channel, message = self._queue.popleft()
                 self._queued_bytes -= len(message)
                 pipe.publish(channel, message)
             now = self._loop.time()

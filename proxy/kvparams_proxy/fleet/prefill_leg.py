@@ -70,7 +70,7 @@ class PrefillObserver(Protocol):
         """Hears that the prompt of a leg is computed that goes on with the answer."""
         ...
 
-    def prefill_ended(self, key: str, leg: PrefillLeg) -> None:
+    def prefill_ended(self, key: str, member: Member, leg: PrefillLeg) -> None:
         """Hears that a leg has ended; `leg` has what its engine reported."""
         ...
 

@@ -209,7 +209,7 @@ class PrefixCacheModel:
         """Ends a leg of this proxy, whatever its result."""
         leg = self.end_leg(facts.transfer_id, member)
         if leg is not None and self.observer is not None:
-            self.observer.prefill_ended(facts.transfer_id, leg)
+            self.observer.prefill_ended(facts.transfer_id, member, leg)
 
     def end_leg(self, key: Hashable, member: Member, *, is_own: bool = True) -> PrefillLeg | None:
         """Ends a leg and learns from it. Returns it, or None if there is none.

@@ -218,6 +218,90 @@ def test_a_new_proxy_gets_a_snapshot(site: Site) -> None:
         assert held[0] == held[1]
 
 
+def _compute(proxy: SharedProxy, name: str, ids: list[int]) -> str:
+    """Runs a prefill leg to its end, and returns its engine."""
+    ask = facts(name, ids)
+    instance = proxy.acquire(Role.PREFILL, ask)
+    proxy.prefixes.record_report(ask, len(ids), 0)
+    proxy.fleet.release(instance, ask)
+    return instance.id
+
+
+def _separate_all(site: Site) -> None:
+    numbers = range(len(site.proxies))
+    site.network.separated |= {frozenset((a, b)) for a in numbers for b in numbers if a != b}
+
+
+def _cached(proxy: SharedProxy, ids: list[int]) -> dict[str, int]:
+    return {instance.id: n for instance, n in proxy.prefixes.cached_tokens(facts("look", ids)).items()}
+
+
+def test_proxies_that_were_separated_tell_each_other_what_they_have_missed(site: Site) -> None:
+    _separate_all(site)
+    site.after(LEASE_S + 1.0)
+    prompts = [[number * 10_000 + token for token in range(700)] for number in range(3)]
+    engines = [_compute(proxy, "one", ids) for proxy, ids in zip(site.proxies, prompts, strict=True)]
+    ask = facts("running", _PROMPT)
+    running = site.proxies[0].acquire(Role.PREFILL, ask)
+    site.after(30.0)
+    assert not _cached(site.proxies[1], prompts[0])
+    assert site.proxies[1].member(running.id).backlog.wait_s == 0
+    site.network.separated.clear()
+    site.after(3.0)
+    for proxy in site.proxies:
+        for engine, ids in zip(engines, prompts, strict=True):
+            assert _cached(proxy, ids).get(engine) == 640
+        assert _cached(proxy, _PROMPT).get(running.id) == 896
+        assert len(proxy.prefixes) == 1
+    site.proxies[0].fleet.release(running, ask)
+    site.after()
+    assert [len(proxy.prefixes) for proxy in site.proxies] == [0, 0, 0]
+
+
+def test_only_what_was_missed_is_told_again(site: Site) -> None:
+    a, b, _ = site.proxies
+    old, new = ([number * 10_000 + token for token in range(128_000)] for number in (1, 2))
+    _compute(a, "old", old)
+    site.after(30.0)
+    _separate_all(site)
+    site.after(LEASE_S + 1.0)
+    engine = _compute(a, "new", new)
+    site.after(1.0)
+    before = a.shared.exchange.sent_bytes
+    site.network.separated.clear()
+    site.after(3.0)
+    assert _cached(b, new)[engine] > 100_000
+    assert a.shared.exchange.sent_bytes - before < 1.5 * 8 * len(new) / 128 + 6000  # heartbeats are some of these
+
+
+def test_what_an_engine_had_before_it_restarted_is_not_told_again(site: Site) -> None:
+    a, b, _ = site.proxies
+    _separate_all(site)
+    site.after(LEASE_S + 1.0)
+    engine = _compute(a, "one", _PROMPT)
+    member = a.member(engine)
+    a.fleet.record_probe(member, False, None)
+    a.fleet.record_probe(member, True, None)
+    site.after(1.0)
+    assert not _cached(a, _PROMPT)
+    site.network.separated.clear()
+    site.after(3.0)
+    assert not _cached(b, _PROMPT)
+
+
+def test_proxies_that_have_never_heard_each_other_tell_what_they_know() -> None:
+    site = Site(0)
+    site.network.is_lost = lambda: True
+    a, b = (site.start(), site.start())
+    site.after(3.0)
+    engine = _compute(a, "one", _PROMPT)
+    site.after(3.0)
+    assert not _cached(b, _PROMPT)
+    site.network.is_lost = lambda: False
+    site.after(3.0)
+    assert _cached(b, _PROMPT)[engine] == 896
+
+
 def test_a_snapshot_is_asked_for_again_where_the_sibling_has_ended(site: Site) -> None:
     for proxy in site.proxies:
         ask = facts("one", _PROMPT)
