@@ -35,6 +35,7 @@ class Site:
 
     def __init__(self, stub: StubEngines, processes: Processes, valkey: ValkeyServer, folder: Path) -> None:
         self.valkey = valkey
+        self.delays = stub.delays
         self.ports: dict[int, int] = {}
         """Of the replicas that run."""
         self._pids: dict[int, int] = {}
@@ -67,15 +68,17 @@ class Site:
     async def meet(self) -> None:
         """Waits until all replicas know each other. Raises StartError."""
         give_up_s = time.monotonic() + _MEET_S
-        while await self._known() != [len(self.ports) - 1] * len(self.ports):
+        while await self.siblings_known() != [len(self.ports) - 1] * len(self.ports):
             if time.monotonic() > give_up_s:
                 raise StartError("the proxies do not hear each other: does valkey-server run?")
             await asyncio.sleep(_POLL_S)
 
-    async def _known(self) -> list[int]:
+    async def siblings_known(self) -> list[int]:
+        """Returns how many others each replica hears; -1 where it cannot reach the server."""
         urls = [f"http://127.0.0.1:{port}/health" for port in self.ports.values()]
         answers = await asyncio.gather(*(asyncio.to_thread(http_get, url) for url in urls))
-        return [json.loads(text)["other_proxies"]["alive"] for _, text in answers]
+        others = [json.loads(text)["other_proxies"] for _, text in answers]
+        return [each["alive"] if each["reachable"] else -1 for each in others]
 
     def kill(self, number: int) -> None:
         """Ends a replica with SIGKILL."""
@@ -84,15 +87,16 @@ class Site:
 
     async def load_seen(self, number: int) -> tuple[float, int]:
         """Returns the legs that a replica counts on all engines, its own and those of others, and its siblings."""
+        names = ("in_flight", "exchange_in_flight", "exchange_siblings")
+        own, others, siblings = await self.metrics(number, *names)
+        return own + others, int(siblings)
+
+    async def metrics(self, number: int, *names: str) -> list[float]:
+        """Returns metrics of a replica, each the sum of all samples, by the ends of their names."""
         _, page = await asyncio.to_thread(http_get, f"http://127.0.0.1:{self.ports[number]}/metrics")
         text = page.decode()
-        legs = _sum(text, "kvparams_proxy_in_flight") + _sum(text, "kvparams_proxy_exchange_in_flight")
-        return legs, int(_sum(text, "kvparams_proxy_exchange_siblings"))
-
-
-def _sum(text: str, name: str) -> float:
-    """Returns the sum of all samples of a metric."""
-    return sum(float(value) for value in re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE))
+        found = [re.findall(rf"^kvparams_proxy_{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE) for name in names]
+        return [sum(map(float, values)) for values in found]
 
 
 @asynccontextmanager

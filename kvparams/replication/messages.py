@@ -65,6 +65,8 @@ class MessageKind(IntEnum):
     """The sender ends: its load is to be forgotten at once."""
     MISSED_REQUEST = 6
     """Asks one proxy to tell all once more what it told in the last seconds; the payload says how many (float32)."""
+    REPEATED = 7
+    """The answer: everything has been told once more."""
 
 
 class Message(NamedTuple):

@@ -6,16 +6,16 @@ sequence numbers, or a lease that ends, tells a reader what it no longer knows.
 
 import asyncio
 import logging
-import struct
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final, Protocol
 
 from kvparams.replication.entries import EngineLoad, Entry
 from kvparams.replication.entry_codec import decode_entries, decode_heartbeat, encode_entry, encode_heartbeat
 from kvparams.replication.messages import AuthenticationError, Message, MessageAuthenticator, MessageError, MessageKind
 from kvparams.replication.siblings import Arrival, Sibling, SiblingTable
+from kvparams_proxy.coordination.missed_entries import MissedEntries
 from kvparams_proxy.coordination.transport import Transport
 
 __all__ = ["HEARTBEAT_S", "LEASE_S", "Exchange", "ExchangeListener"]
@@ -30,10 +30,6 @@ _BATCH_BYTES: Final = 32 << 10
 _SNAPSHOT_BYTES: Final = 64 << 10
 _SNAPSHOT_WAIT_S: Final = 3.0
 """A snapshot that has not ended after so long is asked for again, of another sibling."""
-_REPEAT_WAIT_S: Final = 0.5
-"""Meanwhile several siblings may ask for the same."""
-_AWAY: Final = struct.Struct("<f")
-_MOST_AWAY_S: Final = 1e9
 _LOG_EVERY_S: Final = 30.0
 _log: Final = logging.getLogger(__name__)
 
@@ -127,11 +123,8 @@ class Exchange:
         self._flushed_at = 0.0
         self._beat_timer: asyncio.TimerHandle | None = None
         self._watch_timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Those that tell siblings much at once."""
-        self._repeat_timer: asyncio.TimerHandle | None = None
-        self._repeat_s = 0.0
-        """For how many seconds siblings have missed what this proxy told."""
+        self._snapshots: set[asyncio.Task[None]] = set()
+        self._missed = MissedEntries(loop, self, listener.recent)
         self._asked: dict[int, float] = {}
         """When which sibling was asked for a snapshot."""
         self.has_snapshot = False
@@ -155,7 +148,7 @@ class Exchange:
         self._batch.append(encoded)
         self._batch_bytes += len(encoded)
         if self._batch_bytes >= _BATCH_BYTES:
-            self._flush()
+            self.flush()
         else:
             self.flush_soon()
 
@@ -165,25 +158,31 @@ class Exchange:
             # With little to do a message leaves at the end of this turn; with much to do, many entries share one.
             wait_s = self._flushed_at + _BATCH_S - self._loop.time()
             if wait_s > 0.0:
-                self._flush_timer = self._loop.call_later(wait_s, self._flush)
+                self._flush_timer = self._loop.call_later(wait_s, self.flush)
             else:
-                self._flush_timer = self._loop.call_soon(self._flush)
+                self._flush_timer = self._loop.call_soon(self.flush)
 
     async def close(self) -> None:
         """Says goodbye and ends everything."""
-        for timer in (self._flush_timer, self._beat_timer, self._watch_timer, self._repeat_timer):
+        for timer in (self._flush_timer, self._beat_timer, self._watch_timer):
             if timer is not None:
                 timer.cancel()
-        for task in list(self._tasks):
+        await self._missed.close()
+        for task in list(self._snapshots):
             task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        if self._snapshots:
+            await asyncio.wait(self._snapshots)
         self._send_in_order(MessageKind.GOODBYE, b"")
         await self._transport.close()
 
     # sending
 
-    def _flush(self) -> None:
+    def send_to(self, receiver: int, kind: MessageKind, payload: bytes) -> None:
+        """Sends a message to one sibling."""
+        self._send(kind, payload, receiver, 0)
+
+    def flush(self) -> None:
+        """Sends what there is to tell."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
@@ -210,7 +209,7 @@ class Exchange:
         """Says that this proxy lives, and what runs there."""
         self._beat_timer = self._loop.call_later(HEARTBEAT_S, self._beat)
         self._listener.beat()
-        self._flush()
+        self.flush()
         self._send_in_order(MessageKind.HEARTBEAT, encode_heartbeat(self._info(), self._listener.loads()))
         self._say_whether_connected()
         self._ask_for_snapshot(self._loop.time())
@@ -283,9 +282,9 @@ class Exchange:
         elif kind == MessageKind.SNAPSHOT_REQUEST:
             self._begin_snapshot(sibling)
         elif kind == MessageKind.MISSED_REQUEST:
-            if len(payload) < _AWAY.size:
-                raise ValueError("a request for what was missed is cut off")
-            self._repeat_soon(*_AWAY.unpack_from(payload))
+            self._missed.answer_soon(sibling, payload)
+        elif kind == MessageKind.REPEATED:
+            self._missed.forget(sibling)
         elif kind == MessageKind.GOODBYE:
             self.siblings.end(sibling.id)
             self._end(sibling, "has ended")
@@ -296,10 +295,9 @@ class Exchange:
             is_first = not sibling.info
             sibling.info = info
             if is_first and info.get("has_snapshot") and self.has_snapshot:
-                # Both have lived for a while without hearing each other.
-                away_s = min(sibling.away_s + HEARTBEAT_S, _MOST_AWAY_S)
-                self._send(MessageKind.MISSED_REQUEST, _AWAY.pack(away_s), sibling.id, 0)
+                self._missed.missed(sibling)  # both have lived for a while without hearing each other
             self._listener.check_info(sibling)
+        self._missed.ask(sibling)
         loads = {each.engine: (each.in_flight, each.tokens) for each in entries if isinstance(each, EngineLoad)}
         self._listener.apply_loads(sibling, loads)
 
@@ -316,8 +314,11 @@ class Exchange:
             self._listener.apply_entry(sibling, entry)
 
     def _begin_snapshot(self, sibling: Sibling) -> None:
-        if len(self._tasks) < 4:  # they ask again
-            self._start_task(self._send_snapshot(sibling.id), "snapshot for another proxy")
+        if len(self._snapshots) >= 4:  # they ask again
+            return
+        task = self._loop.create_task(self._send_snapshot(sibling.id), name="snapshot for another proxy")
+        self._snapshots.add(task)
+        task.add_done_callback(self._snapshots.discard)
 
     async def _send_snapshot(self, receiver: int) -> None:
         pieces: list[bytes] = []
@@ -338,31 +339,9 @@ class Exchange:
             self._send(MessageKind.SNAPSHOT, b"".join(pieces), receiver, 0)
         self._send(MessageKind.SNAPSHOT, b"", receiver, 0)
 
-    def _repeat_soon(self, seconds: float) -> None:
-        """Tells all siblings once more what the one that asks has missed."""
-        self._repeat_s = max(self._repeat_s, min(seconds, _MOST_AWAY_S))
-        if self._repeat_timer is None:
-            self._repeat_timer = self._loop.call_later(_REPEAT_WAIT_S, self._begin_repeat)
-
-    def _begin_repeat(self) -> None:
-        self._repeat_timer = None
-        seconds, self._repeat_s = self._repeat_s + _REPEAT_WAIT_S, 0.0
-        self._start_task(self._repeat(seconds), "repeat for other proxies")
-
-    async def _repeat(self, seconds: float) -> None:
-        for entry in self._listener.recent(seconds):
-            if entry is None:
-                await asyncio.sleep(0)
-            else:
-                self.publish(entry)
-
-    def _start_task(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = self._loop.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def _end(self, sibling: Sibling, why: str) -> None:
         self._asked.pop(sibling.id, None)
+        self._missed.forget(sibling)
         self._listener.apply_loads(sibling, {})
         self._listener.forget_legs(sibling)
         self._listener.siblings_changed()

@@ -44,6 +44,8 @@ class MemoryTransport:
         self.number = number
         self.last_at: dict[int, float] = {}
         self.is_connected = True
+        self.is_deaf = False
+        """Whether it receives nothing, though it sends."""
         self._network = network
         self._receive: MessageReceiver | None = None
 
@@ -58,7 +60,7 @@ class MemoryTransport:
 
     def take(self, message: bytes) -> None:
         """Hands a message on, unless this end is closed or cut off."""
-        if self._receive is not None and self.is_connected:
+        if self._receive is not None and self.is_connected and not self.is_deaf:
             self._receive(message)
 
     def reconnect(self) -> None:

@@ -302,6 +302,24 @@ def test_proxies_that_have_never_heard_each_other_tell_what_they_know() -> None:
     assert _cached(b, _PROMPT)[engine] == 896
 
 
+def test_what_was_missed_is_asked_for_until_it_is_told(site: Site) -> None:
+    """A sibling may be heard again before it hears this proxy."""
+    a, b, _ = site.proxies
+    _separate_all(site)
+    site.after(LEASE_S + 1.0)
+    engine = _compute(a, "one", _PROMPT)
+    a.transport.is_deaf = True
+    site.network.separated.clear()
+    site.after(2.0)
+    assert not _cached(b, _PROMPT)
+    a.transport.is_deaf = False
+    site.after(3.0)
+    assert _cached(b, _PROMPT)[engine] == 896
+    sent = a.shared.exchange.sent_messages
+    site.after(10.0)
+    assert a.shared.exchange.sent_messages - sent <= 10.0 / HEARTBEAT_S + 1  # and not after that
+
+
 def test_a_snapshot_is_asked_for_again_where_the_sibling_has_ended(site: Site) -> None:
     for proxy in site.proxies:
         ask = facts("one", _PROMPT)
