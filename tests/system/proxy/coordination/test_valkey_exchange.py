@@ -11,6 +11,8 @@ import pytest
 from valkey import Valkey
 
 from kvparams.replication.messages import MessageAuthenticator, MessageKind
+from kvparams_proxy.config.share_url import parse_share_url
+from kvparams_proxy.coordination.valkey_transport import ValkeyTransport
 from tests.support.connectors.valkey_server import ValkeyServer
 from tests.support.processes import Processes
 from tests.support.proxy.shared_processes import SharedProcesses
@@ -77,6 +79,25 @@ async def test_requests_do_not_notice_that_the_server_is_gone(
     await _until(lambda: [site.alive(number) for number in range(2)] == [1, 1])
     assert site.health(0)[1]["status"] == "ok"
     await site.ask(20, [0, 1])
+
+
+async def test_what_waited_too_long_for_the_server_is_not_sent(valkey: ValkeyServer) -> None:
+    """It would be out of date, and the others ask for what they have missed."""
+    loop = asyncio.get_running_loop()
+    url = parse_share_url(valkey.url)
+    sender, receiver = ValkeyTransport(loop, url, 1), ValkeyTransport(loop, url, 2)
+    received: list[bytes] = []
+    receiver.start(received.append)
+    await _until(lambda: receiver.is_connected)
+    sender.send(b"old")
+    began = loop.time()
+    await _until(lambda: loop.time() - began > 2.2)
+    sender.send(b"new")
+    sender.start(lambda message: None)
+    await _until(lambda: b"new" in received)
+    await sender.close()
+    await receiver.close()
+    assert received == [b"new"]
 
 
 async def test_what_others_write_there_is_not_believed(
