@@ -40,7 +40,7 @@ class _Sender(Protocol):
 
 
 class _Missed:
-    """What was missed of one sibling."""
+    """A `_Missed` is the time since which one sibling was not heard, and when it was asked."""
 
     __slots__ = ("asked_at", "since")
 
