@@ -26,6 +26,8 @@ _AT_ONCE: Final = 1024
 """Blocks looked up together; what lies behind a gap is not looked up."""
 _ROW: Final = 256
 _SHORT: Final = 16
+_FIRST_EPOCH: Final = 1 << 20
+"""Those before it are for what others have used: see `add_forest`."""
 _PIECE: Final = 4000
 """Blocks of `contents` at a time."""
 
@@ -72,7 +74,7 @@ class BlockTree:
         self._freed = 0  # how many stand in `_free`
         self.end = 1
         """This number and those behind it have never been a node's."""
-        self.epoch = 1
+        self.epoch = _FIRST_EPOCH
         """Of what is used now."""
         self._uses = 0  # in this epoch
         self._began = deque([(1, float("-inf"))])  # epochs and when they began, not all of them
@@ -183,13 +185,14 @@ class BlockTree:
         self._epochs[made] = self.epoch
         self._queue_leaves(made)
 
-    def add_forest(self, hashes: BlockHashes, parents: BlockHashes) -> NodeNumbers:
+    def add_forest(self, hashes: BlockHashes, parents: BlockHashes, epoch: int | None = None) -> NodeNumbers:
         """Make nodes for blocks of any prompts, as many of the first ones as there is room for.
 
         Args:
             hashes: the blocks, each once.
             parents: for each the hash of the block in front of it; 0 where there is none. One that is not known counts
                 as none.
+            epoch: when they were used last, above 0; now, if not said.
 
         Returns:
             Their nodes, those that were there before included; fewer than hashes where there is no room.
@@ -211,7 +214,7 @@ class BlockTree:
         self._parents[made] = fronts
         self._kids[made] = 0
         np.add.at(self._kids, fronts, 1)
-        self._epochs[made] = self.epoch
+        self._epochs[made] = self.epoch if epoch is None else epoch
         self._queue_leaves(made)
         return numbers
 

@@ -25,6 +25,8 @@ from kvparams.kv_events.model import AllBlocksCleared, BlockLocation, BlockRemov
 __all__ = ["EventFeed", "IndexChange", "RoutedRequest", "RoutingFeed"]
 
 _LEVELS: Final[dict[Medium, int]] = {"device": 0, "host": 1, "disk": 2, "remote": 3}
+_TOLD_RUN: Final = 256
+"""Blocks that another feed tells and that count as used at one time."""
 _NO_HASHES: Final = np.empty(0, np.uint64)
 _WHOLE: Final = (None, "full_attention", "mla_attention")
 """Kinds of layers whose blocks are kept for the whole prompt; a window's come and go and say nothing of the others."""
@@ -225,11 +227,13 @@ class RoutedRequest(NamedTuple):
 class _WorkerCapacity:
     """A `_WorkerCapacity` tracks the blocks that one worker is believed to have, and its capacity."""
 
-    __slots__ = ("capacity", "held")
+    __slots__ = ("capacity", "held", "told_epoch")
 
     def __init__(self, capacity: int, most: int) -> None:
         self.capacity = capacity
         self.held = PrefixIndex(most)
+        self.told_epoch = self.held.epoch
+        """The epoch of what another feed told last; what it tells next was used before."""
 
 
 class RoutingFeed:
@@ -276,10 +280,19 @@ class RoutingFeed:
             ValueError: a hash stands there twice, or is 0.
         """
         ledger = self._ledger(worker)
-        ledger.capacity = min(self._most, max(ledger.capacity, capacity))
+        is_measured = ledger.capacity != self._capacity
+        ledger.capacity = min(self._most, max(ledger.capacity, capacity) if is_measured else capacity)
         room = max(0, ledger.capacity - len(ledger.held))
-        stored = ledger.held.stored_forest(worker, hashes[:room], parents[:room], now)
-        self._index.stored_forest(worker, hashes[:stored], parents[:stored], now)
+        stored = self._index.stored_forest(worker, hashes[:room], parents[:room], now)
+        for first in range(0, stored, _TOLD_RUN):  # used last first: each run was used before the one in front of it
+            ledger.told_epoch = max(1, ledger.told_epoch - 1)
+            part = slice(first, min(first + _TOLD_RUN, stored))
+            ledger.held.stored_forest(worker, hashes[part], parents[part], now, epoch=ledger.told_epoch)
+
+    def distrust_capacities(self) -> None:
+        """Believes again that every cache is as large as at first: what was learnt of it was learnt from too little."""
+        for ledger in self._ledgers.values():
+            ledger.capacity = max(ledger.capacity, self._capacity)
 
     def record_routed(self, worker: Hashable, hashes: BlockHashes, now: float = 0.0, parent: int = 0) -> RoutedRequest:
         """A request with these blocks is sent there. `parent`: the hash of the block in front of them, or 0."""

@@ -181,7 +181,13 @@ class PrefixIndex:
         return forgotten
 
     def stored_forest(
-        self, worker: Hashable, hashes: BlockHashes, parents: BlockHashes, now: float = 0.0, level: int = 0
+        self,
+        worker: Hashable,
+        hashes: BlockHashes,
+        parents: BlockHashes,
+        now: float = 0.0,
+        level: int = 0,
+        epoch: int | None = None,
     ) -> int:
         """A worker has these blocks of any prompts: thousands at once. Nothing makes room.
 
@@ -191,6 +197,7 @@ class PrefixIndex:
             parents: for each the hash of the block in front of it, or 0.
             now: the time.
             level: where the worker has them.
+            epoch: when those that are new were used last, above 0; then the others are as old as before.
 
         Returns:
             For how many, from the first one on, there was room.
@@ -203,9 +210,10 @@ class PrefixIndex:
             raise ValueError("a hash stands there twice, or is 0")
         bit = self.holders.add_worker(worker, _checked(level))
         self._tend()
-        numbers = self.tree.add_forest(hashes, parents)
+        numbers = self.tree.add_forest(hashes, parents, epoch)
         if len(numbers):
-            self.tree.use(numbers, now)
+            if epoch is None:
+                self.tree.use(numbers, now)
             self._change(numbers, 0, bit)
         return len(numbers)
 

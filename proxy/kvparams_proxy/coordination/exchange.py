@@ -49,6 +49,10 @@ class ExchangeListener(Protocol):
         """Hears that messages of the sibling are lost, or that it has ended: its legs are not known any more."""
         ...
 
+    def sibling_returned(self) -> None:
+        """Hears that a sibling can be heard that has worked for a while without this proxy."""
+        ...
+
     def check_info(self, sibling: Sibling) -> None:
         """Hears that a sibling says something else about itself than before."""
         ...
@@ -296,6 +300,7 @@ class Exchange:
             sibling.info = info
             if is_first and info.get("has_snapshot") and self.has_snapshot:
                 self._missed.missed(sibling)  # both have lived for a while without hearing each other
+                self._listener.sibling_returned()
             self._listener.check_info(sibling)
         self._missed.ask(sibling)
         loads = {each.engine: (each.in_flight, each.tokens) for each in entries if isinstance(each, EngineLoad)}

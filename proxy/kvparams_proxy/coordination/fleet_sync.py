@@ -176,6 +176,11 @@ class FleetSync:
         if self._caches is not None:
             self._caches.forget_legs(sibling)
 
+    def sibling_returned(self) -> None:
+        """See `ExchangeListener`."""
+        if self._prefixes is not None:
+            self._prefixes.distrust_capacities()
+
     def check_info(self, sibling: Sibling) -> None:
         """See `ExchangeListener`."""
         for name in ("policy", "chain"):

@@ -276,6 +276,10 @@ class PrefixCacheModel:
         """
         self._feed.record_contents(instance, capacity, hashes, parents, self._now())
 
+    def distrust_capacities(self) -> None:
+        """Forgets how much fits into caches: what was learnt without the legs of other proxies is far too little."""
+        self._feed.distrust_capacities()
+
     def _said(
         self, instance: Instance, tokens: int, prompt_tokens: int | None, cached: int | None, *, still: bool = True
     ) -> tuple[int | None, int]:

@@ -101,3 +101,46 @@ def test_many_blocks_are_added_and_then_evicted_one_chain_after_the_other() -> N
     assert len(copied) <= 4000
     whole = sum(len(prompt) == copied.match(prompt).held[0].get("a", 0) for prompt in prompts)
     assert 40 <= whole <= 60  # leaves go first, so hardly a chain is cut in the middle
+
+
+def _told(prompts: int, capacity: int = 100_000) -> tuple[PrefixIndex, RoutingFeed]:
+    """Returns a feed that was told what another one knows: so many prompts of 300 blocks, one used after the other."""
+    feed = RoutingFeed(PrefixIndex(1 << 17), capacity, capacity)
+    for number in range(prompts):
+        feed.record_routed("a", _prompt(number, 0, 300, number))
+    copied = PrefixIndex(1 << 17)
+    other = RoutingFeed(copied, capacity, capacity)
+    for worker, told, hashes, parents in feed.contents():
+        other.record_contents(worker, told, hashes, parents)
+    return copied, other
+
+
+def _known(index: PrefixIndex, prompts: int) -> list[bool]:
+    return [bool(index.match(_prompt(number, 0, 300, number)).held[0]) for number in range(prompts)]
+
+
+def test_of_what_was_told_only_what_was_used_before_a_missing_block_is_forgotten() -> None:
+    copied, other = _told(40)
+    assert _known(copied, 40) == [True] * 40
+    other.record_reported(other.record_routed("a", _prompt(10, 0, 300, 10)), 0)
+    known = _known(copied, 40)
+    assert not any(known[:9])
+    assert all(known[12:])
+
+
+def test_a_feed_that_has_learnt_nothing_believes_the_capacity_that_it_is_told() -> None:
+    _, feed = _feed(1000)
+    feed.record_contents("a", 40, np.array([5], np.uint64), np.array([0], np.uint64))
+    assert feed.capacity("a") == 40
+    feed.record_contents("a", 30, np.array([6], np.uint64), np.array([0], np.uint64))
+    assert feed.capacity("a") == 40  # it knows better now
+
+
+def test_distrusted_capacities_are_as_at_first() -> None:
+    _, feed = _feed(1000)
+    for number in range(4):
+        feed.record_routed("a", _prompt(number, 0, 100, number))
+    feed.record_reported(feed.record_routed("a", _prompt(2, 0, 100, 2)), 0)
+    assert feed.capacity("a") < 1000
+    feed.distrust_capacities()
+    assert feed.capacity("a") == 1000

@@ -302,6 +302,24 @@ def test_proxies_that_have_never_heard_each_other_tell_what_they_know() -> None:
     assert _cached(b, _PROMPT)[engine] == 896
 
 
+def test_how_much_fits_is_not_believed_that_was_learnt_without_the_others(site: Site) -> None:
+    """Most of what filled a cache meanwhile was unknown, so it seemed to be smaller than it is."""
+    b = site.proxies[1]
+    prompts = [[number * 100_000 + token for token in range(40_000)] for number in range(12)]
+
+    def smallest() -> int:
+        return min(capacity for _, capacity, _, _ in b.prefixes.contents())
+
+    _separate_all(site)
+    site.after(LEASE_S + 1.0)
+    for ids in (*prompts, *reversed(prompts)):  # the second time, nothing is there any more
+        _compute(b, "one", ids)
+    assert smallest() < 12 * 40_000 / 128
+    site.network.separated.clear()
+    site.after(3.0)
+    assert smallest() > 12 * 40_000 / 128
+
+
 def test_what_was_missed_is_asked_for_until_it_is_told(site: Site) -> None:
     """A sibling may be heard again before it hears this proxy."""
     a, b, _ = site.proxies
