@@ -28,14 +28,16 @@ __all__ = ["QueueDepthGauges", "QueueDepthReader"]
 
 _PATH: Final = b"/metrics"
 _EVERY_S: Final = 0.25
-_UNSHARED_S: Final = 5.0
+_UNSHARED_S: Final = 1.0
 """The interval while no engine has had foreign load for `_WATCHED_S`: most fleets have one proxy, or proxies that tell
 each other everything."""
 _WATCHED_S: Final = 60.0
-_COST: Final = 50.0
-"""The interval is at least so many times the time that a reading takes: it costs an engine 2 % of one core at most."""
+_COST: Final = 25.0
+"""The interval is at least so many times the time that a reading takes: it costs an engine 4 % of one core at most."""
 _READINGS_PER_S: Final = 200
 """Of all engines together; each costs the proxy some 0.2 ms."""
+_LONGEST_S: Final = 5.0
+"""The longest interval: a reading counts until `kvparams.routing.foreign_load` takes it for stale."""
 _TIMEOUT_S: Final = 1.0
 _ABSENT_S: Final = 60.0
 """The interval for an engine that has no metrics, or none that can be read."""
@@ -100,7 +102,7 @@ class QueueDepthReader:
     def interval_s(self, took_s: float) -> float:
         """Returns the seconds until an engine is read again whose last reading took so long."""
         shortest = _EVERY_S if self.loop.time() < self._shared_until else _UNSHARED_S
-        interval = min(_UNSHARED_S, max(shortest, _COST * took_s, len(self._readers) / _READINGS_PER_S))
+        interval = min(_LONGEST_S, max(shortest, _COST * took_s, len(self._readers) / _READINGS_PER_S))
         return interval * self._random.uniform(0.9, 1.1)
 
 
