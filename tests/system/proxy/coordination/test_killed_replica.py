@@ -24,6 +24,7 @@ from demo.processes import Processes, Server, free_port
 from kvparams.signing.keyring import SigningKey, SigningKeyring
 from kvparams.signing.keyring_file import create_keyring
 from tests.support.connectors.valkey_server import ValkeyServer
+from tests.support.waiting import until
 
 TOKENS = 40
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -171,15 +172,15 @@ async def metrics(client: httpx.AsyncClient, server: Server, *names: str) -> flo
 
 async def settle(client: httpx.AsyncClient, found: Site, replica: Server) -> None:
     """Waits until no engine computes or keeps anything, and the replica has nothing in flight."""
-    async with asyncio.timeout(20):
-        while True:
-            busy = [
-                await metrics(client, each, "reference_engine:requests_in_flight", "reference_engine:kv_blocks_in_use")
-                for each in found.engines
-            ]
-            if not any(busy) and not await metrics(client, replica, "kvparams_proxy_in_flight"):
-                return
-            await asyncio.sleep(0.05)
+
+    async def is_idle() -> bool:
+        busy = [
+            await metrics(client, each, "reference_engine:requests_in_flight", "reference_engine:kv_blocks_in_use")
+            for each in found.engines
+        ]
+        return not any(busy) and not await metrics(client, replica, "kvparams_proxy_in_flight")
+
+    await until(is_idle, 20.0, pause_s=0.05)
 
 
 @pytest.mark.parametrize("retry", ["after the kill", "before the kill"])

@@ -1,7 +1,7 @@
 """Tests that queue depths are read from engines over HTTP, and that no engine can harm the reader."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,6 +16,7 @@ from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.types import UpstreamLimits
 from tests.support.proxy.shared_site import Waiter, facts
+from tests.support.waiting import until
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: %d\r\n\r\n%b"
 
@@ -61,11 +62,6 @@ class Read:
         (member,) = self.fleet.members
         return member
 
-    async def until(self, true: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not true():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-
 
 @asynccontextmanager
 async def read(answer: bytes) -> AsyncGenerator[Read]:
@@ -90,23 +86,21 @@ async def read(answer: bytes) -> AsyncGenerator[Read]:
         fleet.close()
         pools.close()
         server.close()
-        async with asyncio.timeout(10):
-            while asyncio.all_tasks() - others - {asyncio.current_task()}:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
+        await until(lambda: not asyncio.all_tasks() - others - {asyncio.current_task()})
 
 
 async def test_what_the_engine_has_beyond_our_legs_counts_as_load() -> None:
     async with read(metrics(2, 3)) as found:
         member = found.member
-        await found.until(lambda: member.foreign == 5)
+        await until(lambda: member.foreign == 5)
         assert (member.in_flight, member.own_in_flight) == (5, 0)
         request = facts("one", tokens=100)
         taken = found.fleet.acquire(Role.PREFILL, request, (), Waiter(request))
         assert taken is member.instance
-        await found.until(lambda: member.foreign == 4)  # it is one of the five
+        await until(lambda: member.foreign == 4)  # it is one of the five
         assert (member.foreign_tokens, member.tokens, member.own_tokens) == (400, 500, 100)
         found.engine.answer = metrics(1)
-        await found.until(lambda: member.foreign == 0)
+        await until(lambda: member.foreign == 0)
         assert member.in_flight == member.own_in_flight == 1
         assert found.reader.results["read"] >= 3
         assert not found.reader.results["refused"] + found.reader.results["failed"]
@@ -126,9 +120,9 @@ async def test_what_the_engine_has_beyond_our_legs_counts_as_load() -> None:
 )
 async def test_what_is_no_queue_depth_changes_nothing(answer: bytes, result: str | None) -> None:
     async with read(answer) as found:
-        await found.until(lambda: found.engine.asked >= 1)
+        await until(lambda: found.engine.asked >= 1)
         if result is not None:
-            await found.until(lambda: found.reader.results[result] >= 1)
+            await until(lambda: found.reader.results[result] >= 1)
         assert (found.member.in_flight, found.member.foreign) == (0, 0)
         assert found.member.ready
         assert not found.reader.results["read"]
@@ -136,16 +130,16 @@ async def test_what_is_no_queue_depth_changes_nothing(answer: bytes, result: str
 
 async def test_an_engine_that_never_answers_is_given_up_and_its_last_figure_fades() -> None:
     async with read(metrics(3)) as found:
-        await found.until(lambda: found.member.foreign == 3)
+        await until(lambda: found.member.foreign == 3)
         found.engine.answer = b""
-        await found.until(lambda: found.reader.results["failed"] >= 1)
-        await found.until(lambda: found.member.foreign < 3)
+        await until(lambda: found.reader.results["failed"] >= 1)
+        await until(lambda: found.member.foreign < 3)
         assert found.member.ready
 
 
 async def test_an_engine_that_leaves_takes_its_load_with_it() -> None:
     async with read(metrics(3)) as found:
         member = found.member
-        await found.until(lambda: member.foreign == 3)
+        await until(lambda: member.foreign == 3)
         found.fleet.remove("p")
         assert (member.in_flight, member.foreign) == (0, 0)
