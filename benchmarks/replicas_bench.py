@@ -1,7 +1,8 @@
 """Compares several proxies in front of one fleet with one proxy: time to first token, hits, and bytes of the exchange.
 
-The proxies are real, engines and network are simulated (`benchmarks/replay`). "nothing" is the control: proxies that
-share nothing.
+The proxies are real, engines and network are simulated (`benchmarks/replay`). "nothing" is the control:
+proxies that share nothing. With "queue depths" they share nothing either, and read engines' metrics; KV events come
+from engines, too.
 
     python -m benchmarks.replicas_bench [TRACE] [--kind agents] [--requests 4000] [--replicas 1 2 4 8]
 """
@@ -10,11 +11,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from benchmarks.replay.generated import KINDS, generate
 from benchmarks.replay.model import replay
 from benchmarks.replay.parts import speed_for
-from benchmarks.replay.replicas import Replicas
+from benchmarks.replay.replicas import Replicas, Sharing
 from benchmarks.replay.trace import Request, load, spread
 from benchmarks.replay.world import World
 
@@ -27,7 +29,7 @@ def _rows(name: str, trace: Sequence[Request], world: World, load: float, counts
     speed = speed_for(trace, world, load)
     first: tuple[float, float, float] | None = None
     for count in counts:
-        for sharing in ("everything", "nothing") if count > 1 else ("nothing",):
+        for sharing in get_args(Sharing) if count > 1 else ("nothing",):
             router = Replicas(world, count, sharing)
             outcome = replay(trace, speed, world, router)
             mean, p99 = outcome.mean_s, outcome.quantile_s(0.99)

@@ -18,6 +18,10 @@ _TOGETHER: Final = 0.25
 one's, was computed together with it."""
 _LATE: Final = 1.05
 """Times what computing a leg should take, and the doubt of that: what takes longer has waited for what it fetches."""
+_SHARED_S: Final = 30.0
+"""An engine that has run foreign legs is expected to run more of them for so long."""
+_DELAYED: Final = 8
+"""Of so many batches on such an engine, one is learned from: foreign legs may have delayed the others."""
 
 
 class _PendingLeg(NamedTuple):
@@ -35,15 +39,41 @@ class _CompletedBatch(NamedTuple):
     seconds: float
 
 
+class _LeastDelayed:
+    """Selects, of each `_DELAYED` batches, the one that took the least time beside its prediction."""
+
+    __slots__ = ("_best", "_count")
+
+    def __init__(self) -> None:
+        self._best: _CompletedBatch | None = None
+        self._count = 0
+
+    def select(self, batch: _CompletedBatch, expected: Callable[[tuple[float, ...]], float]) -> _CompletedBatch | None:
+        """Adds a batch. Returns the one to learn from, or None until there are enough."""
+        best = self._best
+        if best is None or batch.seconds * expected(best.features) < best.seconds * expected(batch.features):
+            best = batch
+        self._count += 1
+        if self._count < _DELAYED:
+            self._best = best
+            return None
+        self._best, self._count = None, 0
+        return best
+
+
 class EngineBacklog:
     """An `EngineBacklog` holds the pending legs and the speed of one instance; any hashable key stands for a leg."""
 
     __slots__ = (
+        "_delays",
         "_fetching_until",
+        "_foreign",
+        "_foreign_s",
         "_given",
         "_head_from",
         "_now",
         "_pending",
+        "_shared_until",
         "_told",
         "cost_model",
         "ended",
@@ -61,6 +91,13 @@ class EngineBacklog:
         self._given: dict[Hashable, _PendingLeg] = {}
         self._pending = 0.0
         """The sum of what is given."""
+        self._foreign = 0
+        """Legs of others that nobody gave to it here: `kvparams.routing.foreign_load`."""
+        self._foreign_s = 0.0
+        """Their estimated seconds."""
+        self._shared_until = 0.0
+        """Until when legs may have been delayed by foreign ones."""
+        self._delays: _LeastDelayed | None = None
         self._head_from = 0.0
         """When the oldest of them began to be computed, or will."""
         self.ended = 0.0
@@ -72,21 +109,40 @@ class EngineBacklog:
 
     @property
     def wait_s(self) -> float:
-        """Returns the seconds until the given legs should be done.
+        """Returns the seconds until the given legs and the foreign ones should be done.
 
         A leg that overruns is never nearer to its end than the usual prediction error.
         """
         if not self._given:
-            return 0.0
+            return self._foreign_s
         head = next(iter(self._given.values())).seconds
         ran = max(0.0, self._now() - self._head_from)
         left = max(head - ran, self.cost_model.relative_error * head)
-        return max(0.0, self._pending - head + left)
+        return max(0.0, self._pending - head + left) + self._foreign_s
 
     @property
     def idle_s(self) -> float:
         """Seconds since it had something to do last, or since the clock began; 0 while it has."""
-        return 0.0 if self._given else self._now() - self.ended
+        return 0.0 if self._given or self._foreign else self._now() - self.ended
+
+    @property
+    def given_legs(self) -> int:
+        """The number of legs that were given to it and have not ended."""
+        return len(self._given)
+
+    @property
+    def given_s(self) -> float:
+        """The predicted seconds of these, from when each began."""
+        return self._pending if self._given else 0.0
+
+    def set_foreign(self, legs: int, seconds: float) -> None:
+        """Sets the legs that others have given to the engine, and how long all of them should take.
+
+        While there are some, and for a while after, the engine's speed is learned from the least delayed legs only.
+        """
+        self._foreign, self._foreign_s = legs, seconds
+        if legs:
+            self._shared_until = self._now() + _SHARED_S
 
     def expected_fetch_s(self, tokens: int) -> float:
         """Seconds until the KV of so many tokens should be there, after what is being fetched now."""
@@ -102,7 +158,7 @@ class EngineBacklog:
             raise ValueError("this leg was given already")
         now = self._now()
         if not self._given:
-            self._head_from = now + fetch_s
+            self._head_from = now + max(fetch_s, self._foreign_s)
             self._pending = 0.0  # what rounding left
         link_s = 0.0
         if fetch_s:
@@ -167,6 +223,9 @@ class EngineBacklog:
 
     def _learn(self) -> None:
         """Passes the completed batch to the cost model."""
-        if self._told is not None:
-            self.cost_model.learn(self._told.features, self._told.seconds)
-            self._told = None
+        batch, self._told = self._told, None
+        if batch is not None and self._now() < self._shared_until:
+            self._delays = self._delays or _LeastDelayed()
+            batch = self._delays.select(batch, self.cost_model.predict_batch_s)
+        if batch is not None:
+            self.cost_model.learn(batch.features, batch.seconds)

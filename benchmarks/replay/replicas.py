@@ -1,6 +1,7 @@
 """Several proxies in front of one fleet, as they are: real fleets, cache models and exchanges over a virtual network.
 
-Requests are dealt to the proxies at random. Each knows its own legs, and those of the others as far as they tell.
+Requests are dealt to the proxies at random. Each knows its own legs, those of the others as far as they tell, and what
+engines report.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Literal
 
 import numpy as np
 
+from benchmarks.replay.engine_reports import EngineReports
 from benchmarks.replay.model import Leg
 from benchmarks.replay.trace import BLOCK
 from benchmarks.replay.world import World
@@ -19,7 +21,8 @@ from tests.support.virtual_loop import VirtualLoop
 
 __all__ = ["Replicas", "Sharing"]
 
-Sharing = Literal["nothing", "everything"]
+Sharing = Literal["nothing", "queue depths", "queue depths and KV events", "everything"]
+"""What proxies know beside their own legs: nothing, what engines report, or all that they tell each other."""
 
 
 class Replicas:
@@ -44,8 +47,15 @@ class Replicas:
             for index in range(world.workers)
         ]
         self.replicas = [
-            SharedProxy(network, number, engines, is_alone=sharing == "nothing") for number in range(count)
+            SharedProxy(network, number, engines, is_alone=sharing != "everything") for number in range(count)
         ]
+        self._reports = EngineReports(self._loop, world.workers, lambda: delay_s(die))
+        self._has_events = sharing == "queue depths and KV events"
+        for replica in self.replicas:
+            if sharing.startswith("queue depths"):
+                self._reports.read_depths(replica)
+            if self._has_events:
+                self._reports.send_events(replica)
         self._loop.run_until(self._began + 3.0)
         self._began += 3.0
         self._legs: dict[int, tuple[SharedProxy, Instance, RequestFacts]] = {}
@@ -64,18 +74,24 @@ class Replicas:
         running = replica.prefixes.leg(facts.transfer_id)
         leg.fetch = running is not None and running.decision.expected.fetched_tokens > 0
         self._legs[leg.number] = replica, instance, facts
-        return int(instance.id.rpartition("-")[2])
+        worker = int(instance.id.rpartition("-")[2])
+        self._reports.depths[worker] += 1
+        self._reports.record_prompt(leg.request.blocks)
+        return worker
 
     def done(self, leg: Leg, now: float) -> None:
         """Tells the proxy that gave the leg what its engine reports."""
         self._run_until(now)
         replica, instance, facts = self._legs.pop(leg.number)
+        self._reports.depths[leg.worker] -= 1
         tokens = leg.request.tokens
         replica.prefixes.record_report(facts, tokens, min(leg.held * BLOCK, tokens - 1))
         replica.fleet.release(instance, facts)
 
     def event(self, worker: int, came: Sequence[int], went: Sequence[int]) -> None:
-        """Engines publish no KV events here."""
+        """Tells all proxies, where engines publish KV events."""
+        if self._has_events:
+            self._reports.publish(self.replicas, worker, came, went)
 
     def decode(self, leg: Leg, running: Sequence[int]) -> int:
         """The least loaded one: decode is not what is compared."""

@@ -260,9 +260,11 @@ class Dispatcher(Candidates):
             self.load_changed(chosen)
 
     def _fits(self, member: Member, tokens: int) -> bool:
-        if self._requests is not None and member.in_flight >= self._requests:
+        """Returns whether a leg has room. Foreign legs alone leave room for one: engines may report legs that ended."""
+        if self._requests is not None and member.in_flight >= self._requests and member.known_in_flight:
             return False
-        return self._tokens is None or not member.tokens or member.tokens + tokens <= self._tokens
+        has_none = member.tokens == member.foreign_tokens
+        return self._tokens is None or has_none or member.tokens + tokens <= self._tokens
 
     def _could(self, item: QueuedLeg) -> bool:
         return bool(self._find(item.facts.model, item.paired_with))

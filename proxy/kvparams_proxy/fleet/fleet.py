@@ -188,6 +188,19 @@ class Fleet(FleetMembers):
         if more < 0:
             self._roles[member.instance.role].room_made()
 
+    def set_foreign(self, member: "Member", legs: int, tokens: int, seconds: float) -> None:
+        """Sets the load on a member of clients that no proxy here knows. Waiting legs that fit are granted at once.
+
+        `tokens` and `seconds` are estimates for all these legs: of their prompts, and of computing them.
+        """
+        more = legs - member.foreign
+        member.in_flight += more
+        member.tokens += tokens - member.foreign_tokens
+        member.foreign, member.foreign_tokens = legs, tokens
+        member.backlog.set_foreign(legs, seconds)
+        if more < 0:
+            self._roles[member.instance.role].room_made()
+
     def push_remote(self, role: Role, leg: RemoteLeg) -> None:
         """Adds a leg that waits for room at another proxy."""
         self._roles[role].push_remote(leg)

@@ -39,6 +39,8 @@ class Member:
         "draining",
         "elsewhere",
         "elsewhere_tokens",
+        "foreign",
+        "foreign_tokens",
         "has_left",
         "in_flight",
         "instance",
@@ -62,13 +64,17 @@ class Member:
         self.bootstrap_info: BootstrapInfo | None = None
         """What its bootstrap server said last, where its dialect has one."""
         self.in_flight = 0
-        """Legs that run there, those of earlier incarnations and of other proxies included."""
+        """Legs that run there, those of earlier incarnations, of other proxies and of foreign clients included."""
         self.tokens = 0
         """Prompt tokens of these."""
         self.elsewhere = 0
         """Of these legs, those of other proxies."""
         self.elsewhere_tokens = 0
         """Prompt tokens of those."""
+        self.foreign = 0
+        """Of these legs, the estimated number of clients that no proxy here knows: `kvparams.routing.foreign_load`."""
+        self.foreign_tokens = 0
+        """Estimated prompt tokens of those."""
         self.backlog = pace
         """What it still has to do and how fast it is."""
         self.draining = False
@@ -82,12 +88,17 @@ class Member:
     @property
     def own_in_flight(self) -> int:
         """The number of legs of this proxy."""
-        return self.in_flight - self.elsewhere
+        return self.in_flight - self.elsewhere - self.foreign
 
     @property
     def own_tokens(self) -> int:
         """The prompt tokens of these."""
-        return self.tokens - self.elsewhere_tokens
+        return self.tokens - self.elsewhere_tokens - self.foreign_tokens
+
+    @property
+    def known_in_flight(self) -> int:
+        """The number of legs of this proxy and of those that tell it of theirs."""
+        return self.in_flight - self.foreign
 
     @property
     def available(self) -> bool:

@@ -31,6 +31,7 @@ from kvparams_proxy.fleet.bootstrap_servers import BootstrapServers
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.kv_events.unused_events_logger import UnusedEventsLogger
 from kvparams_proxy.fleet.probes import Prober
+from kvparams_proxy.fleet.queue_depth_reader import QueueDepthGauges, QueueDepthReader
 from kvparams_proxy.fleet.registry.instance_spec import KV_EVENTS_REQUIREMENT
 from kvparams_proxy.fleet.registry.providers import run_providers
 from kvparams_proxy.fleet.registry.registry import Registry
@@ -97,6 +98,7 @@ class _AppParts(NamedTuple):
     token_service: TokenService | None
     kv_releaser: KVReleaser
     bodies: BodyBudget
+    queue_depths: QueueDepthReader
     exposition: MetricsExposition
     sync: FleetSync | None
 
@@ -169,10 +171,12 @@ def _open_parts(
     stack.callback(trimmer.close)
     bodies = BodyBudget(settings.body_memory_bytes, trimmer.freed)
     releaser = KVReleaser(fleet, pools, deadlines, loop.time, plugins.signer)
+    queue_depths = QueueDepthReader(loop, clock, fleet, pools)
     metrics = telemetry.metrics
     exposition = MetricsExposition(
         metrics,
         ProxyGauges(metrics, fleet, releaser, telemetry.request_log, bodies),
+        QueueDepthGauges(queue_depths),
         *(() if prefixes is None else (PrefixCacheGauges(prefixes),)),
         *(() if events is None else (KVEventGauges(events),)),
         *(() if tokens is None else (PromptGauges(tokens),)),
@@ -197,6 +201,7 @@ def _open_parts(
         token_service=tokens,
         kv_releaser=releaser,
         bodies=bodies,
+        queue_depths=queue_depths,
         exposition=exposition,
         sync=sync,
     )
@@ -289,6 +294,8 @@ async def _start_tasks(stack: AsyncExitStack, settings: Settings, plugins: AppPl
     bootstraps = BootstrapServers(plugins.dialects, settings.upstream_limits, parts.clock)
     prober = Prober(parts.fleet, settings.probe_interval_s, parts.pools, bootstraps, parts.clock, parts.step_runner)
     await stack.enter_async_context(prober)
+    parts.queue_depths.start()
+    stack.callback(parts.queue_depths.close)
     if parts.sync is not None:
         parts.sync.probe = prober.probe_now
         parts.sync.start()

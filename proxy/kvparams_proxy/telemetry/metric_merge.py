@@ -44,7 +44,10 @@ _RULES: Final = {
     ),
     MergeRule.MAX: (
         *(f"{_OURS}{name}" for name in ("instances", "pairs_apart", "ready", "draining", "breaker_state")),
-        *(f"{_OURS}{name}" for name in ("prefix_cache_alarm", "prefix_cache_blocks", "kv_events_connected")),
+        *(
+            f"{_OURS}{name}"
+            for name in ("prefix_cache_alarm", "prefix_cache_blocks", "kv_events_connected", "foreign_legs")
+        ),
         *(f"{_OURS}exchange_siblings", f"{_OURS}exchange_in_flight", "vllm:healthy_pods_total", "process_max_fds"),
     ),
     MergeRule.MIN: (f"{_OURS}exchange_connected", "process_start_time_seconds"),

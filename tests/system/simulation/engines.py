@@ -115,6 +115,9 @@ class Engine:
         """One has come."""
         world = self.world
         request = headers.get("x-request-id", "")
+        if line.startswith("GET /metrics "):  # it has none
+            self._begin(Leg(link, "reading", "", {}, request), self._reading())
+            return
         if line.startswith("GET "):
             self._begin(Leg(link, "probe", "", {}, request), self._probe())
             return
@@ -183,6 +186,10 @@ class Engine:
             if fault[0] == "4" and leg.held is not None and not leg.deaf:
                 leg.held.claims -= 1  # it was refused before it was scheduled: nothing was fetched, nor will be
                 leg.held = None
+
+    def _reading(self) -> Steps:
+        yield 0.001
+        yield json_answer(404, b"{}")
 
     def _probe(self) -> Steps:
         yield 0.001

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.fleet.probes import Prober
+from kvparams_proxy.fleet.queue_depth_reader import QueueDepthReader
 from kvparams_proxy.queue.pending_reply import PendingReply
 from kvparams_proxy.queue.queue_upstream import QueueUpstream
 from kvparams_proxy.sidecar.inprocess import InProcessExchange, InProcessUpstream
@@ -25,6 +26,8 @@ __all__ = ["after_being_cut", "after_the_end", "at_rest", "between_turns", "unse
 
 _LONGEST_S = 30.0
 """More than all time-outs of a request together."""
+_READING_S = 1.5
+"""A little more than reading an engine's metrics may take."""
 _SIDE_BY_SIDE = {
     "concurrent_legs": 2,
     "prefill_then_decode,decode_first=true": 2,
@@ -96,6 +99,8 @@ def between_turns(world: "World") -> Iterator[str]:
         for leg in engine.legs:
             if leg.kind == "probe" and now - leg.begun > longest_s:
                 yield f"{engine.name} is probed for {now - leg.begun:.1f} s"
+            if leg.kind == "reading" and now - leg.begun > _READING_S:
+                yield f"{engine.name} is read for {now - leg.begun:.1f} s"
     for role, dispatcher in _inside(fleet, "_roles").items():
         for since in _inside(_inside(dispatcher, "_slow"), "_since").values():
             if now - since > 1.5 * world.scenario.slow_start_s:
@@ -154,7 +159,7 @@ def unsettled(world: "World") -> list[str]:
         f"{engine.name} runs a {leg.kind} leg of {leg.prompt}"
         for engine in world.engines
         for leg in engine.legs
-        if leg.kind != "probe"
+        if leg.kind not in ("probe", "reading")
     ]
     if len(resources.kv_releaser):
         found.append(f"{len(resources.kv_releaser)} releases run")
@@ -193,6 +198,9 @@ def at_rest(world: "World") -> Iterator[str]:
     probers = [listener for listener in _inside(fleet, "_listeners") if isinstance(listener, Prober)]
     probes = {member: probe for prober in probers for member, probe in _inside(prober, "_probes").items()}
     probing = sum(_inside(probe, "_exchange") is not None for probe in probes.values())
+    readers = [listener for listener in _inside(fleet, "_listeners") if isinstance(listener, QueueDepthReader)]
+    readings = [each for reader in readers for each in _inside(reader, "_readers").values()]
+    probing += sum(_inside(each, "_exchange") is not None for each in readings)
     if busy > probing:
         yield f"{busy} connections are busy, {probing} for probes"
     for pool in _pools(world):

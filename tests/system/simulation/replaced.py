@@ -9,12 +9,14 @@ import itertools
 import logging
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any, cast
 
 from kvparams import plugins
 from kvparams.routing.retries import RetryBudget
 from kvparams_proxy.execution import kv_releaser as proxy_releases
 from kvparams_proxy.fleet import prefix_cache_model as proxy_prefixes
+from kvparams_proxy.fleet import queue_depth_reader as proxy_depths
 from kvparams_proxy.queue import broker_connection as proxy_link
 from kvparams_proxy.requests import downstream as proxy_downstream
 from kvparams_proxy.server import lifespan
@@ -116,6 +118,7 @@ def prepare() -> None:
     cast("Any", proxy_pool).UpstreamConnection = _Numbered
     cast("Any", proxy_link).aio_pika = _AioPika
     cast("Any", proxy_link).random = lambda: cast("Any", asyncio.get_running_loop()).broker.random()
+    cast("Any", proxy_depths).Random = lambda: Random(0)
     cast("Any", proxy_prefixes).PrefixCacheModel.__init__.__defaults__ = (2,)  # prompts are short here
     for name in ("kvparams_proxy", "asyncio"):
         logger = logging.getLogger(name)

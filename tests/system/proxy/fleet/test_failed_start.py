@@ -66,7 +66,15 @@ EMPTY = {"Fleet", "UpstreamPools"}
 STEPS = (
     *("StallAwareClock", "Fleet", "FleetSync", "Registry", "UpstreamPools", "EngineAddresses", "Deadlines", "Metrics"),
     *("RequestLog", "RecordDispatcher", "EngineTokenizer", "TokenService", "MemoryTrimmer", "BodyBudget", "KVReleaser"),
-    *("ProxyGauges", "PrefixCacheGauges", "KVEventGauges", "PromptGauges", "ExchangeGauges"),
+    *(
+        "QueueDepthReader",
+        "ProxyGauges",
+        "QueueDepthGauges",
+        "PrefixCacheGauges",
+        "KVEventGauges",
+        "PromptGauges",
+        "ExchangeGauges",
+    ),
     *("InstanceGauges", "ProductionStackGauges"),
     *("MetricsExposition", "LoopLag", "StepRunner", "TurnBatcher", "RetryBudget", "Tracer", "ExecutionResources"),
     *("RequestHandler", "SharedAdmin", "run_providers", "BootstrapServers", "Prober", "DrainState"),

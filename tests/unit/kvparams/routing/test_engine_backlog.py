@@ -289,3 +289,53 @@ def test_fetching_runs_beside_the_work_and_one_fetch_after_the_other() -> None:
     assert pace.expected_fetch_s(10_000) == pytest.approx(2 * alone)
     clock.now = alone
     assert pace.expected_fetch_s(10_000) == pytest.approx(alone)
+
+
+def test_foreign_legs_are_waited_for_and_are_no_idle_time() -> None:
+    clock = Clock()
+    pace = EngineBacklog(clock)
+    clock.now = 5.0
+    assert pace.idle_s == 5.0
+    pace.set_foreign(2, 3.0)
+    assert (pace.wait_s, pace.idle_s) == (3.0, 0.0)
+    pace.begin("a", 2.0)
+    assert pace.wait_s == 5.0
+    assert (pace.given_legs, pace.given_s) == (1, 2.0)
+    pace.set_foreign(0, 0.0)
+    assert pace.wait_s == 2.0
+    pace.end("a")
+    assert (pace.wait_s, pace.given_legs, pace.given_s) == (0.0, 0, 0.0)
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_what_foreign_legs_delay_does_not_make_an_engine_seem_slow(foreign: bool) -> None:
+    clock, die = Clock(), Random(3)
+    pace = EngineBacklog(clock)
+    for leg in range(200):
+        if foreign:
+            pace.set_foreign(1, 0.1)
+        pace.begin(leg, pace.cost_model.predict_s(1000, 1000))
+        clock.now += 0.1 * (1 + die.choice((0, 0, 1, 3)))  # the delay
+        pace.end(leg, 1000, 1000)
+    learned = pace.cost_model.predict_s(1000, 1000)
+    if foreign:
+        assert learned == pytest.approx(0.1, rel=0.1)
+    else:  # the control: without foreign legs it is the engine that is slow
+        assert learned > 0.15
+
+
+def test_an_engine_is_learned_anew_once_foreign_legs_have_stayed_away() -> None:
+    clock = Clock()
+    pace = EngineBacklog(clock)
+    pace.set_foreign(1, 0.1)
+    pace.set_foreign(0, 0.0)
+    for leg in range(7):
+        pace.begin(leg, 0.1)
+        clock.now += 0.1
+        pace.end(leg, 1000, 1000)
+    assert pace.cost_model.sample_count == 0
+    clock.now += 60.0
+    pace.begin("late", 0.1)
+    clock.now += 0.1
+    pace.end("late", 1000, 1000)
+    assert pace.cost_model.sample_count == 1

@@ -1,0 +1,89 @@
+"""Reads an engine's queue depth, the number of requests that it runs or queues, from its Prometheus metrics.
+
+Only the lines that are wanted are parsed; the rest of the text is skipped by searching for their names.
+"""
+
+import re
+from math import isfinite
+from typing import Final
+
+__all__ = ["QueueDepthError", "parse_queue_depth"]
+
+_NAMES: Final = (
+    b"vllm:num_requests_running",
+    b"vllm:num_requests_waiting",
+    b"sglang:num_running_reqs",
+    b"sglang:num_queue_reqs",
+    b"sglang:num_prefill_bootstrap_queue_reqs",
+    b"sglang:num_prefill_inflight_queue_reqs",
+    b"sglang:num_decode_prealloc_queue_reqs",
+    b"sglang:num_decode_transfer_queue_reqs",
+)
+"""The queues that a request passes through one after the other: vLLM 0.32 `v1/metrics/loggers.py`, SGLang 0.5.23
+`srt/observability/metrics_collector.py`."""
+_RANK: Final = re.compile(rb'(?:^|,)(?:engine|dp_rank)="([^"]*)"')
+"""Data-parallel engines behind one address. Tensor-parallel ranks report the same requests again."""
+_PRIORITY: Final = re.compile(rb'(?:^|,)priority="[^"]')
+"""SGLang repeats each total by priority."""
+_MOST_SAMPLES: Final = 1024
+_LONGEST_LINE: Final = 4096
+_MOST_REQUESTS: Final = 1_000_000
+
+
+class QueueDepthError(ValueError):
+    """The metrics have the wanted names, and no plausible numbers with them."""
+
+
+def parse_queue_depth(text: bytes | bytearray) -> int | None:
+    """Returns the requests that an engine runs or queues, over all its data-parallel ranks.
+
+    Args:
+        text: metrics in Prometheus' text format. The time is linear in its length.
+
+    Returns:
+        The number, or None where the text has none of the names.
+
+    Raises:
+        QueueDepthError: a number is missing, negative, not finite or implausibly high, or there are too many.
+    """
+    found: dict[tuple[bytes, bytes], float] = {}
+    samples = 0
+    for name in _NAMES:
+        end = 0
+        while (at := text.find(name, end)) >= 0:
+            samples += 1
+            if samples > _MOST_SAMPLES:
+                raise QueueDepthError(f"there are more than {_MOST_SAMPLES} samples")
+            end = text.find(b"\n", at, at + _LONGEST_LINE)
+            if end < 0:
+                if len(text) - at > _LONGEST_LINE:
+                    raise QueueDepthError(f"a sample is longer than {_LONGEST_LINE} bytes")
+                end = len(text)
+            if at and text[at - 1] != 0x0A:  # a comment, or the end of a longer name
+                continue
+            rest = bytes(text[at + len(name) : end])
+            if rest[:1] not in (b"{", b" ", b"\t"):  # a longer name
+                continue
+            labels, _, value = rest[1:].rpartition(b"}") if rest[:1] == b"{" else (b"", b"", rest)
+            if _PRIORITY.search(labels):
+                continue
+            rank = _RANK.search(labels)
+            key = (name, b"" if rank is None else rank[1])
+            found[key] = max(found.get(key, 0.0), _count(value))
+    if not found:
+        return None
+    total = sum(found.values())
+    if total > _MOST_REQUESTS:
+        raise QueueDepthError("there are implausibly many requests")
+    return round(total)
+
+
+def _count(value: bytes) -> float:
+    words = value.split(maxsplit=2)
+    try:
+        count = float(words[0])
+    except (IndexError, ValueError):
+        raise QueueDepthError("a sample is not a number") from None
+    if not isfinite(count) or count < 0:
+        raise QueueDepthError("a sample is negative or not finite")
+    return count

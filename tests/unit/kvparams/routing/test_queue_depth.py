@@ -1,0 +1,99 @@
+"""Tests that the queue depth is read from metrics as engines write them, and that nothing else is believed."""
+
+import contextlib
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+
+from kvparams.routing.queue_depth import QueueDepthError, parse_queue_depth
+
+VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 1.0
+# HELP vllm:num_requests_waiting Number of requests waiting to be processed.
+# TYPE vllm:num_requests_waiting gauge
+vllm:num_requests_waiting{engine="0",model_name="m"} 5.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 5.0
+"""
+SGLANG = b"""sglang:num_running_reqs{engine_type="prefill",model_name="m",pp_rank="0",priority="",tp_rank="0"} 2.0
+sglang:num_running_reqs{engine_type="prefill",model_name="m",pp_rank="0",priority="7",tp_rank="0"} 2.0
+sglang:num_running_reqs{engine_type="prefill",model_name="m",pp_rank="0",priority="",tp_rank="1"} 2.0
+sglang:num_queue_reqs{engine_type="prefill",model_name="m",pp_rank="0",priority="",tp_rank="0"} 4.0
+sglang:num_prefill_bootstrap_queue_reqs{engine_type="prefill",model_name="m",pp_rank="0",tp_rank="0"} 1.0
+sglang:num_running_reqs{dp_rank="1",engine_type="prefill",model_name="m",pp_rank="0",priority="",tp_rank="0"} 10.0
+"""
+
+
+def test_vllm_ranks_are_added_up() -> None:
+    assert parse_queue_depth(VLLM) == 9
+
+
+def test_sglang_repeats_by_priority_and_tensor_rank_count_once() -> None:
+    assert parse_queue_depth(SGLANG) == 17
+
+
+def test_a_text_without_the_names_has_no_depth() -> None:
+    other = b'process_cpu_seconds_total 1.0\nvllm:num_requests_waiting_by_reason{reason="capacity"} 5.0\n'
+    assert parse_queue_depth(other) is None
+    assert parse_queue_depth(b"# vllm:num_requests_running 3\nmy_vllm:num_requests_running 3\n") is None
+    assert parse_queue_depth(b"") is None
+
+
+def test_a_last_line_without_an_end_and_one_with_a_time_are_read() -> None:
+    assert parse_queue_depth(b"vllm:num_requests_running 2 1700000000000") == 2
+
+
+def test_labels_may_hold_anything() -> None:
+    registry = CollectorRegistry()
+    gauge = Gauge("vllm:num_requests_running", "text", ["engine", "model_name"], registry=registry)
+    gauge.labels("0", 'a "b\\ } 7,engine="5"\n').set(4)
+    assert parse_queue_depth(generate_latest(registry)) == 4
+
+
+@pytest.mark.parametrize("value", [b"", b"NaN", b"+Inf", b"-1", b"many", b"1e300", b"2000000"])
+def test_an_implausible_value_is_refused(value: bytes) -> None:
+    with pytest.raises(QueueDepthError):
+        parse_queue_depth(b"vllm:num_requests_running{} " + value + b"\n")
+
+
+def test_too_many_samples_and_too_long_ones_are_refused() -> None:
+    line = b'vllm:num_requests_running{engine="%d"} 1\n'
+    assert parse_queue_depth(b"".join(line % number for number in range(1000))) == 1000
+    with pytest.raises(QueueDepthError):
+        parse_queue_depth(b"".join(line % number for number in range(2000)))
+    with pytest.raises(QueueDepthError):
+        parse_queue_depth(b'vllm:num_requests_running{a="' + b"x" * 5000 + b'"} 1\n')
+
+
+@given(st.binary(max_size=300), st.sampled_from((b"vllm:num_requests_running", b"sglang:num_queue_reqs")))
+def test_any_bytes_have_a_depth_or_none_or_are_refused(text: bytes, name: bytes) -> None:
+    try:
+        depth = parse_queue_depth(b"\n" + name + text)
+    except QueueDepthError:
+        return
+    assert depth is None or 0 <= depth <= 1_000_000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"x" * (1 << 20),
+        b"vllm:num_requests_runnin" * (1 << 15),
+        b"vllm:num_requests_running" * (1 << 15),
+        b"\nvllm:num_requests_running{" + b"}" * 4000 + b'priority="' * 100_000,
+        b"\n" * (1 << 20),
+    ],
+)
+def test_hostile_texts_take_no_longer_than_an_event_loop_can_bear(text: bytes) -> None:
+    shortest = 1.0
+    for _ in range(3):
+        began = time.process_time()
+        with contextlib.suppress(QueueDepthError):
+            parse_queue_depth(text)
+        shortest = min(shortest, time.process_time() - began)
+    assert shortest < 0.02
