@@ -4,8 +4,7 @@ Engines are stubs with a prefix cache: a request that finds its whole prompt cac
 """
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 import httpx
@@ -15,6 +14,7 @@ from benchmarks.replay.trace import BLOCK, Request
 from benchmarks.replay.world import World
 from benchmarks.replicas_processes.engines import PrefillLog, request_body
 from benchmarks.replicas_processes.site import Site, open_site
+from tests.support.waiting import until
 
 _FASTER = 10.0
 _ENGINES = 4
@@ -40,7 +40,7 @@ class Fleet:
         async def is_idle() -> bool:
             return (await self.site.load_seen(replica))[0] == 0
 
-        await _until(is_idle)  # what another replica counts as ended may still be under way
+        await until(is_idle)  # what another replica counts as ended may still be under way
         cached = 0
         async with httpx.AsyncClient(timeout=20.0) as client:
             for prompt in prompts:
@@ -74,20 +74,11 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
         yield Fleet(site, log)
 
 
-async def _until(condition: Callable[[], Awaitable[bool]], within_s: float = 10.0) -> float:
-    """Waits until it is so, and returns the seconds; AssertionError if it never is."""
-    began = time.monotonic()
-    while not await condition():
-        assert time.monotonic() - began < within_s, "what was waited for did not come"
-        await asyncio.sleep(0.05)
-    return time.monotonic() - began
-
-
 async def _know_the_same(fleet: Fleet, blocks: int) -> None:
     async def same() -> bool:
         return await fleet.blocks() == [blocks] * len(fleet.site.ports)
 
-    await _until(same)
+    await until(same)
 
 
 async def test_a_proxy_that_starts_later_routes_by_what_was_cached_before(fleet: Fleet) -> None:
@@ -113,19 +104,19 @@ async def test_what_was_missed_while_valkey_was_away_is_known_soon_after(fleet: 
         return await site.siblings_known() == [1, 1]
 
     await asyncio.to_thread(site.valkey.kill)
-    await _until(are_apart)
+    await until(are_apart)
     await fleet.send(0, range(12))
     await fleet.send(1, range(12, 24))
     control = range(24, 36)  # backwards, so that two proxies in the same state do not choose alike
     await fleet.send(0, control)
     assert await fleet.send(1, reversed(control)) < 12
     await asyncio.to_thread(site.valkey.start)
-    assert await _until(have_met) < 10.0
+    assert await until(have_met) < 10.0
 
     async def has_learnt() -> bool:
         return min(await fleet.blocks()) >= 36 * _BLOCKS
 
-    await _until(has_learnt)
+    await until(has_learnt)
     assert await fleet.send(1, range(12)) == 12
     assert await fleet.send(0, range(12, 24)) == 12
     assert [await site.metrics(number, "exchange_refused_total") for number in range(2)] == [[0.0], [0.0]]
@@ -161,9 +152,9 @@ async def test_a_killed_proxy_loses_its_own_streams_and_the_others_stop_counting
     async def rest_is_counted() -> bool:
         return await _legs(fleet, (1, 2)) == {(8.0, 1)}
 
-    await _until(all_are_counted)
+    await until(all_are_counted)
     site.kill(0)
-    assert await _until(rest_is_counted) < 3.0
+    assert await until(rest_is_counted) < 3.0
     assert site.legs == 8
     site.delays.itl_ms = 0.0  # the rest of each answer comes at once
     assert await asyncio.gather(*streams) == [number % 3 != 0 for number in range(12)]
