@@ -98,7 +98,7 @@ def test_the_demo_can_be_stopped_while_it_starts(way: signal.Signals) -> None:
         (["--store", "file:{folder}/kv?size=1MiB"], "too small.*size=4MiB or more"),
         (["--store", "memory:?size=8MiB"], "not shared between processes"),
         (["--store", "mamory:"], "known: file, .*memory"),
-        (["--store", "file:{folder}/kv?sise=8MiB"], "known: size, unit, threads"),
+        (["--store", "file:{folder}/kv?sise=8MiB"], "did you mean size"),
         (["--port", "99999"], "from 1 to 65535"),
         (["--port", "0"], "from 1 to 65535"),
     ],

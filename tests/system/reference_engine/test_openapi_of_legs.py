@@ -136,6 +136,8 @@ async def test_legs_and_answers_are_those_of_the_fragment(
     for relay in relays:
         for request, answer in relay.exchanges():
             method, path = request.first[0].lower(), request.first[1]
+            if path == "/metrics":  # how many requests wait there; the specification leaves that to engines
+                continue
             if method == "post":
                 sent = json.loads(request.body)
                 assert faults(reading(path, method), sent) == []
