@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Final, Protocol
 
 from kvparams.replication.entries import EngineLoad, Entry
@@ -24,7 +25,7 @@ LEASE_S: Final = 2.0
 """A sibling that is not heard from for so long has ended."""
 HEARTBEAT_S: Final = 0.5
 _WATCH_S: Final = 0.1
-_BATCH_S: Final = 0.004
+_BATCH_S: Final = 0.01
 """Messages are at least so far apart; entries are collected meanwhile."""
 _BATCH_BYTES: Final = 32 << 10
 _SNAPSHOT_BYTES: Final = 64 << 10
@@ -133,6 +134,7 @@ class Exchange:
         """When which sibling was asked for a snapshot."""
         self.has_snapshot = False
         """Whether a sibling has told all that it knows, or there was none to ask."""
+        self._has_all = asyncio.Event()
         self._began = loop.time()
         self._last_logged = 0.0
         self.is_degraded = False
@@ -207,7 +209,10 @@ class Exchange:
         message = self._authenticator.seal(kind, self.id, receiver, sequence, self._wall_clock(), payload)
         self.sent_bytes += len(message)
         self.sent_messages += 1
-        self._transport.send(message, receiver)
+        if kind == MessageKind.HEARTBEAT:
+            self._transport.announce(message)
+        else:
+            self._transport.send(message, receiver)
 
     def _beat(self) -> None:
         """Says that this proxy lives, and what runs there."""
@@ -238,14 +243,26 @@ class Exchange:
             return
         candidates = [each for each in self.siblings.alive.values() if each.info.get("has_snapshot")]
         if not candidates:
-            if now - self._began > 4 * HEARTBEAT_S:  # nobody knows more than this proxy
-                self.has_snapshot = True
+            # Nobody knows more than this proxy: siblings say so at once, and each is heard twice a second.
+            is_alone = self._transport.is_connected and not self.siblings.alive
+            if now - self._began > (2 if is_alone else 4) * HEARTBEAT_S:
+                self._know_all()
             return
         if any(now - at < _SNAPSHOT_WAIT_S for at in self._asked.values()):
             return
         chosen = min(candidates, key=lambda each: (self._asked.get(each.id, 0.0), -_number(each.info.get("blocks"))))
         self._asked[chosen.id] = now
         self._send(MessageKind.SNAPSHOT_REQUEST, b"", chosen.id, 0)
+
+    def _know_all(self) -> None:
+        self.has_snapshot = True
+        self._has_all.set()
+
+    async def wait_for_snapshot(self, within_s: float) -> None:
+        """Waits until a sibling has told what it knows or there is none, but no longer than this."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._has_all.wait()
 
     # receiving
 
@@ -312,7 +329,7 @@ class Exchange:
             return
         self._asked[sibling.id] = self._loop.time()
         if not payload:
-            self.has_snapshot = True
+            self._know_all()
             self._asked.clear()
             _log.info("proxy %016x has told what it knows", sibling.id)
         for entry in decode_entries(payload):

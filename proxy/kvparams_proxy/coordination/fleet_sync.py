@@ -48,6 +48,8 @@ _log: Final = logging.getLogger(__name__)
 _UNLIKE_BEATS: Final = 2
 _RESTART_S: Final = 10.0
 """A restart that another proxy tells is the one that this proxy saw itself so recently."""
+_TOLD_S: Final = 2.5
+"""The longest delay of a start for what the others know; alone it takes a second."""
 
 
 class FleetSync:
@@ -108,6 +110,10 @@ class FleetSync:
     def start(self) -> None:
         """Begins to share."""
         self.exchange.start()
+
+    async def wait_until_told(self) -> None:
+        """Waits for what the others know, for a bounded time: without it prompts go to engines that lack their KV."""
+        await self.exchange.wait_for_snapshot(_TOLD_S)
 
     async def close(self) -> None:
         """Ends the sharing."""

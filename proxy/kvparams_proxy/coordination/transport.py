@@ -25,7 +25,11 @@ class Transport(Protocol):
         ...
 
     def send(self, message: bytes, receiver: int = 0) -> None:
-        """Sends a message to one proxy, or to all others."""
+        """Sends a message to one proxy, or to all that have heard an announcement of this one."""
+        ...
+
+    def announce(self, message: bytes) -> None:
+        """Sends a message to all others, also to those that know nothing of this proxy."""
         ...
 
     async def close(self) -> None:

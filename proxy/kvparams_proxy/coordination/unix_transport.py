@@ -77,6 +77,10 @@ class UnixTransport:
         for each in self._outgoing.values():
             each.send(message)
 
+    def announce(self, message: bytes) -> None:
+        """See `Transport`."""
+        self.send(message)
+
     async def close(self) -> None:
         """See `Transport`."""
         if self._timer is not None:

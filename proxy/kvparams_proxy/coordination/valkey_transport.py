@@ -1,8 +1,11 @@
 """Carries messages between the proxies of a site over the publish/subscribe channels of a Valkey server.
 
+There is one channel for announcements, which all hear, and for each proxy one to it and one from it: who has heard an
+announcement of a proxy subscribes to what comes from it.
+
 Requests never wait for the server. A task sends what stands in a bounded queue, another one receives; each connects
-again whenever its connection is lost. The proxy hears its own messages, too: as long as it does, the way there and back
-works, and a server that is stopped or does not answer is noticed within `_SILENCE_S`.
+again whenever its connection is lost. The proxy hears its own announcements, too: as long as it does, the way there and
+back works, and a server that is stopped or does not answer is noticed within `_SILENCE_S`.
 """
 
 import asyncio
@@ -30,6 +33,8 @@ _CONNECT_S: Final = 2.0
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 2.0
 _MEMBER_TTL_S: Final = 10
+_MOST_FOLLOWED: Final = 512
+"""Twice as many proxies as an exchange knows: whoever may publish can invent some."""
 _FAREWELL_S: Final = 0.2
 _TURN_S: Final = 0.005
 """After so long the event loop does something else before the next messages are read."""
@@ -46,6 +51,9 @@ class ValkeyTransport:
         self._own_id = own_id
         self._own_channel = f"{url.prefix}:to:{own_id:016x}"
         self._all_channel = f"{url.prefix}:all"
+        self._from_channel = f"{url.prefix}:from:{own_id:016x}"
+        self._followed: dict[int, float] = {}
+        """The proxies whose channels are subscribed to, and when each was heard last."""
         self._queue: deque[tuple[float, str, bytes]] = deque()
         """When each message was queued, its channel, and the message."""
         self._queued_bytes = 0
@@ -72,7 +80,13 @@ class ValkeyTransport:
 
     def send(self, message: bytes, receiver: int = 0) -> None:
         """See `Transport`."""
-        channel = f"{self._url.prefix}:to:{receiver:016x}" if receiver else self._all_channel
+        self._put(f"{self._url.prefix}:to:{receiver:016x}" if receiver else self._from_channel, message)
+
+    def announce(self, message: bytes) -> None:
+        """See `Transport`."""
+        self._put(self._all_channel, message)
+
+    def _put(self, channel: str, message: bytes) -> None:
         self._queue.append((self._loop.time(), channel, message))
         self._sent_all.clear()
         self._queued_bytes += len(message)
@@ -142,6 +156,7 @@ class ValkeyTransport:
 
     async def _receive_all(self, client: Any) -> None:
         async with client.pubsub(ignore_subscribe_messages=True) as channels:
+            self._followed.clear()
             await channels.subscribe(self._all_channel, self._own_channel)
             self._heard_own_at = self._loop.time()
             turn_ends = self._loop.time() + _TURN_S
@@ -149,17 +164,37 @@ class ValkeyTransport:
                 message: Any = await channels.get_message(timeout=_SILENCE_S)
                 now = self._loop.time()
                 if message is not None:
-                    self._take(message["data"], now)
+                    sender = self._take(message["data"], now)
+                    if sender is not None:
+                        await self._follow(channels, sender, now)
                 if now - self._heard_own_at > _SILENCE_S:
                     raise TimeoutError("the server does not answer")
                 if now > turn_ends:
                     await asyncio.sleep(0)
                     turn_ends = self._loop.time() + _TURN_S
 
-    def _take(self, data: object, now: float) -> None:
-        if not isinstance(data, bytes) or len(data) > MAX_MESSAGE_BYTES or self._receive is None:
+    async def _follow(self, channels: Any, sender: int, now: float) -> None:
+        """Subscribes to what comes from a proxy that is heard for the first time, and no more to the most silent."""
+        is_new = sender not in self._followed
+        self._followed[sender] = now
+        if not is_new:
             return
-        if sender_of(data) == self._own_id:
+        await channels.subscribe(self._channel_from(sender))
+        if len(self._followed) > _MOST_FOLLOWED:
+            silent = min(self._followed, key=self._followed.__getitem__)
+            del self._followed[silent]
+            await channels.unsubscribe(self._channel_from(silent))
+
+    def _channel_from(self, sender: int) -> str:
+        return f"{self._url.prefix}:from:{sender:016x}"
+
+    def _take(self, data: object, now: float) -> int | None:
+        """Passes on a message. Returns who it says that it is from, unless that is this proxy."""
+        if not isinstance(data, bytes) or len(data) > MAX_MESSAGE_BYTES or self._receive is None:
+            return None
+        sender = sender_of(data)
+        if sender == self._own_id:
             self._heard_own_at = now
-        else:
-            self._receive(data)
+            return None
+        self._receive(data)
+        return sender

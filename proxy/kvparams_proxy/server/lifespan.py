@@ -301,6 +301,8 @@ async def _start_tasks(stack: AsyncExitStack, settings: Settings, plugins: AppPl
         parts.sync.start()
     await stack.enter_async_context(reload_on_change(plugins.keys, "client keys"))
     await stack.enter_async_context(reload_on_change(plugins.signing, "signing keys"))
+    if parts.sync is not None:
+        await parts.sync.wait_until_told()
 
 
 async def _end_running(resources: ExecutionResources) -> None:

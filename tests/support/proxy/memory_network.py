@@ -58,6 +58,10 @@ class MemoryTransport:
         """See `Transport`. A message for one is brought to all, who ignore it."""
         self._network.deliver(self, message)
 
+    def announce(self, message: bytes) -> None:
+        """See `Transport`."""
+        self.send(message)
+
     def take(self, message: bytes) -> None:
         """Hands a message on, unless this end is closed or cut off."""
         if self._receive is not None and self.is_connected and not self.is_deaf:

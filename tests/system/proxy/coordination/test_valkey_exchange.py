@@ -89,10 +89,10 @@ async def test_what_waited_too_long_for_the_server_is_not_sent(valkey: ValkeySer
     received: list[bytes] = []
     receiver.start(received.append)
     await _until(lambda: receiver.is_connected)
-    sender.send(b"old")
+    sender.announce(b"old")
     began = loop.time()
     await _until(lambda: loop.time() - began > 2.2)
-    sender.send(b"new")
+    sender.announce(b"new")
     sender.start(lambda message: None)
     await _until(lambda: b"new" in received)
     await sender.close()
