@@ -81,7 +81,7 @@ def build_extension(root: Path, into: Path, arguments: list[str] | None = None) 
     extension = Extension(
         _MODULE,
         sorted(str(path) for path in (root / _SOURCES).glob("*.c")),
-        depends=[str(root / _SOURCES / "native.h")],
+        depends=[str(path) for path in (root / _SOURCES).rglob("*.h")],
         extra_compile_args=[*_ARGUMENTS, *more],
         extra_link_args=more,
         py_limited_api=True,

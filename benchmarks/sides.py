@@ -32,7 +32,7 @@ def put_of(key: str, page: memoryview, identity: PageIdentity | None) -> PutOp:
     if identity is None:
         return PutOp(key, (page,))
     departure = IncrementalSealer(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
-    return PutOp(key, (page,), departure.finish, departure.advance)
+    return PutOp(key, (page,), departure.finish, departure.advance, departure.finish_copied)
 
 
 class Checks:
@@ -51,7 +51,7 @@ class Checks:
             return verify(page[:nbytes], identity, payload_checksum=payload_checksum)
 
         arrival = self._arrivals[number] = IncrementalVerifier(page, judge)
-        return GetOp(key, (page,), arrival.on_complete, arrival.on_progress, caller_verifies=True)
+        return GetOp(key, (page,), arrival.on_complete, arrival.on_progress, arrival.on_checksum, caller_verifies=True)
 
     def finish(self, numbers: Iterable[int]) -> None:
         """Verify those of which nothing was said.

@@ -89,6 +89,11 @@ class PutOp:
     does a little of that work, tens of microseconds, and says whether more is left. The value stays as it is
     meanwhile."""
 
+    on_checksum: Callable[[int], object] | None = None
+    """A store that copies the value may call it in place of `before_read`: when it has copied the value, with the
+    XXH3-64 of what follows the first `kvparams.pages.HEADER_BYTES`, as it has written it. The caller then writes those
+    first bytes, and the store copies them after the call. It may raise ValueError: the buffers were released."""
+
     def resolve_before_read(self) -> "PutOp":
         """Calls `before_read` and returns the operation without it.
 
@@ -113,6 +118,9 @@ class GetOp:
     on_progress: Callable[[int], None] | None = None
     """A store that calls `on_complete` may call this before, with 0 whenever it begins to fill the buffers, and then
     with how many bytes lie in them that it will not touch again, so that the caller looks at them piece by piece."""
+    on_checksum: Callable[[int, int], None] | None = None
+    """A store that would call `on_complete` may call it in place of that and of `on_progress`: with the size of the
+    value and the XXH3-64 of what follows the first `kvparams.pages.HEADER_BYTES`, as it has written it."""
     caller_verifies: bool = False
     """The caller checks all of the bytes against what it asked for. Then a store may leave out what it would have to
     ask a server for only to be sure that it has not read another value's bytes. A store that keeps what it has read, or

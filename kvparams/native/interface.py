@@ -69,3 +69,20 @@ class NativeCode(Protocol):
             end of the body, 2 before a size line that is not ordinary, 3 where a chunk does not end with a line break.
         """
         ...
+
+    def copy_values(self, values: list[list[tuple[object, object]]], skip: int, /) -> list[int] | None:
+        """Copies values and computes their checksums in the same pass over memory, without the interpreter lock.
+
+        Args:
+            values: each value is a list of equally long pieces of memory, as `(target, source)`, in order.
+            skip: how many bytes at the front of each value are copied and not part of its checksum.
+
+        Returns:
+            XXH3-64 of each value's other bytes, as they were written. None where the pieces of a pair overlap or have
+            different lengths, or something is neither a list nor a tuple; then nothing was copied.
+
+        Raises:
+            BufferError: a piece is not contiguous, or a target is not writable.
+            ValueError: a piece is a memoryview that was released.
+        """
+        ...

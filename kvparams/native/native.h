@@ -22,6 +22,7 @@ PyObject *edit_members(PyObject *module, PyObject *const *args, Py_ssize_t count
 PyObject *request_head(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *response_head(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *read_chunks(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *copy_values(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* Returns false, with an exception set, unless a function got so many arguments. */
 static inline bool has_arguments(Py_ssize_t count, Py_ssize_t wanted) {

@@ -3,12 +3,14 @@
 Every test compares whole values; a store that mixes up, shortens or lengthens one fails here.
 """
 
+from collections.abc import Callable
 from random import Random
 from typing import Final
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
-from kvparams.pages import verify
+from kvparams.pages import HEADER_BYTES, verify
 from kvparams_connectors.conformance.helpers import (
     DEADLINE_S,
     ConformanceLevel,
@@ -52,6 +54,54 @@ class IntegrityLevel(ConformanceLevel):
         results = store.put([PutOp(key, (make_value(key, 300),)) for key in keys], DEADLINE_S).result()
         assert result_codes(results) == [ResultCode.OK] * len(keys)
         assert [key for key in keys if get_one(store, key, 300)[1] != bytes(make_value(key, 300))] == []
+
+    def test_a_checksum_that_is_reported_is_that_of_the_bytes_that_were_written(self, store: KVStore) -> None:
+        """`PutOp.on_checksum` and `GetOp.on_checksum`: in place of the other reports, once, and the truth."""
+        sizes = {"great": 300_000, "little": 300, "huge": min(5_000_000, store.capabilities.max_value_bytes // 4)}
+        wanted = {key: make_value(key, size) for key, size in sizes.items()}
+        sources = {key: memoryview(bytearray(bytes(HEADER_BYTES) + wanted[key][HEADER_BYTES:])) for key in sizes}
+        targets = {key: memoryview(bytearray(size + 1_000)) for key, size in sizes.items()}
+        reports: list[tuple[str, str]] = []
+
+        def completing(key: str) -> Callable[[], None]:
+            def complete() -> None:
+                reports.append(("put", key))
+                sources[key][:HEADER_BYTES] = wanted[key][:HEADER_BYTES]
+
+            return complete
+
+        def completing_hashed(key: str) -> Callable[[int], None]:
+            complete = completing(key)
+
+            def check(checksum: int) -> None:
+                assert checksum == xxh3_64_intdigest(wanted[key][HEADER_BYTES:])
+                complete()
+
+            return check
+
+        def looking(key: str) -> Callable[[int, int], None]:
+            def look(nbytes: int, checksum: int) -> None:
+                reports.append(("get", key))
+                assert nbytes == sizes[key]
+                assert checksum == xxh3_64_intdigest(targets[key][HEADER_BYTES:nbytes])
+
+            return look
+
+        puts = [
+            PutOp(key, (source[:100], source[100:]), completing(key), on_checksum=completing_hashed(key))
+            for key, source in sources.items()
+        ]
+        assert store.put(puts, DEADLINE_S).result() == [Result(ResultCode.OK, size) for size in sizes.values()]
+        assert sorted(reports) == sorted(("put", key) for key in sizes)
+        gets = [
+            GetOp(key, (target[:200_000], target[200_000:]), on_checksum=looking(key))
+            for key, target in targets.items()
+        ]
+        assert store.get(gets, DEADLINE_S).result() == [Result(ResultCode.OK, size) for size in sizes.values()]
+        assert len(set(reports)) == len(reports)
+        for key, size in sizes.items():
+            same = targets[key][:size] == wanted[key]  # a test that fails shall not print a value
+            assert same, key
 
     def test_pages_come_back_as_they_were_sealed_in_any_order(self, store: KVStore) -> None:
         prompt = ConformancePrompt(16 * 12 + 5)

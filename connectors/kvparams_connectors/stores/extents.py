@@ -4,13 +4,11 @@ Units instead of size classes: no page size can starve another, and any page may
 bytes lie in its runs in order, and each run is full except for the last.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from kvparams_connectors.stores.progress import progress_step_bytes
 
 __all__ = [
     "SKEW",
@@ -22,8 +20,6 @@ __all__ = [
     "copy_in",
     "copy_out",
     "copy_pairs",
-    "copy_pairs_in",
-    "copy_pairs_out",
     "extent_views",
     "units_for",
 ]
@@ -36,10 +32,6 @@ addresses that agree in their low 12 bits costs a fifth of the speed (10.5, not 
 
 _SMALL: Final = 32 << 10
 """Copies up to here are cheaper without letting go of the interpreter lock."""
-_STEP: Final = 1 << 20
-"""So much is copied before whoever looks at it is told. A quarter of that costs one thread a twelfth less, but then
-two threads wait for each other more, since each step lets go of the interpreter lock twice: a get with verification had
-0.58 of a memcpy, and 0.65 with this."""
 
 CopyPairs = list[tuple[ByteArray, ByteArray]]
 """Equally long stretches, inside and outside, that cover a value once and in order."""
@@ -126,42 +118,16 @@ def copy_in(
     memory: ByteArray, unit_bytes: int, runs: Sequence[Extent], buffers: Sequence[memoryview], nbytes: int
 ) -> None:
     """Copy the first `nbytes` bytes of `buffers` into the units of `runs`."""
-    copy_pairs_in(copy_pairs(memory, unit_bytes, runs, buffers, nbytes))
-
-
-def copy_out(
-    memory: ByteArray,
-    unit_bytes: int,
-    runs: Sequence[Extent],
-    buffers: Sequence[memoryview],
-    nbytes: int,
-    coming: Callable[[int], None] | None = None,
-) -> None:
-    """Copy the `nbytes` bytes in the units of `runs` to the front of `buffers`; `coming` is told, see `GetOp`."""
-    copy_pairs_out(copy_pairs(memory, unit_bytes, runs, buffers, nbytes), nbytes, coming)
-
-
-def copy_pairs_in(where: CopyPairs) -> None:
-    """Copy a value from buffers to units."""
-    for inside, outside in where:
+    for inside, outside in copy_pairs(memory, unit_bytes, runs, buffers, nbytes):
         _copy(inside, outside)
 
 
-def copy_pairs_out(where: CopyPairs, nbytes: int, coming: Callable[[int], None] | None = None) -> None:
-    """Copy a value of `nbytes` from units to buffers; `coming` is told, see `GetOp`."""
-    if coming is None:
-        for inside, outside in where:
-            _copy(outside, inside)
-        return
-    step = progress_step_bytes(nbytes, _STEP)
-    done = 0
-    coming(0)
-    for inside, outside in where:
-        for start in range(0, inside.size, step):
-            part = inside[start : start + step]
-            _copy(outside[start : start + step], part)
-            done += part.size
-            coming(done)
+def copy_out(
+    memory: ByteArray, unit_bytes: int, runs: Sequence[Extent], buffers: Sequence[memoryview], nbytes: int
+) -> None:
+    """Copy the `nbytes` bytes in the units of `runs` to the front of `buffers`."""
+    for inside, outside in copy_pairs(memory, unit_bytes, runs, buffers, nbytes):
+        _copy(outside, inside)
 
 
 def extent_views(memory: ByteArray, unit_bytes: int, runs: Sequence[Extent], nbytes: int) -> list[ByteArray]:

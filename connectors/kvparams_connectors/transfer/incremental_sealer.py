@@ -46,6 +46,17 @@ class IncrementalSealer:
         self._hash.update(self._page[at : self._hashed])
         return self._hashed < self._page.nbytes
 
+    def finish_copied(self, checksum: int) -> None:
+        """Write the header of a page whose payload the store has copied and hashed.
+
+        Args:
+            checksum: XXH3-64 of the payload that the store has written.
+
+        Raises:
+            ValueError: the page was released.
+        """
+        self._seal(checksum)
+
     def finish(self) -> None:
         """Look at the rest, and write the header.
 

@@ -44,6 +44,10 @@ class IncrementalVerifier:
             self._hash.update(self._page[self._hashed : nbytes])
             self._hashed = nbytes
 
+    def on_checksum(self, nbytes: int, checksum: int) -> None:
+        """Records that all bytes of the page have arrived, with the checksum of its payload as it was written."""
+        self.verified = nbytes, self._judge(nbytes, checksum)
+
     def on_complete(self, nbytes: int) -> None:
         """Records that all bytes of the page have arrived."""
         checksum = None

@@ -77,7 +77,7 @@ class PagePipeline:
         if self.keys is not None:
             return self.sealed_put(key, identity, (page,))
         sealer = IncrementalSealer(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
-        return PutOp(key, (page,), sealer.finish, sealer.advance)
+        return PutOp(key, (page,), sealer.finish, sealer.advance, sealer.finish_copied)
 
     def get_verified_on_arrival(
         self, key: str, identity: PageIdentity, buffer: memoryview
@@ -100,7 +100,9 @@ class PagePipeline:
             return verify(buffer[:nbytes], identity, payload_checksum=payload_checksum)
 
         verifier = IncrementalVerifier(buffer, judge)
-        return GetOp(key, (buffer,), verifier.on_complete, verifier.on_progress, caller_verifies=True), verifier
+        return GetOp(
+            key, (buffer,), verifier.on_complete, verifier.on_progress, verifier.on_checksum, caller_verifies=True
+        ), verifier
 
     def why_unusable(
         self, result: Result, identity: PageIdentity, buffers: Sequence[memoryview]

@@ -14,9 +14,10 @@ from typing import Final
 
 from kvparams_connectors.store import GetOp, PutOp, Result, ResultCode, Results
 from kvparams_connectors.store_url import StoreError
-from kvparams_connectors.stores.extents import copy_in, copy_out, units_for
+from kvparams_connectors.stores.extents import CopyPairs, copy_pairs, units_for
 from kvparams_connectors.stores.file.file_map import FileGeometry, open_map
 from kvparams_connectors.stores.file.index import FileIndex, IndexEntry
+from kvparams_connectors.stores.value_copy import group_by_size, read_values, report_arrival, write_values
 
 __all__ = ["FileValues"]
 
@@ -26,6 +27,7 @@ _BATCH: Final = 64
 _PAUSE_S: Final = 0.0001
 _ABANDON_S: Final = 5.0
 _LATELY_S: Final = 1.0
+_GONE: Final = Result(ResultCode.UNAVAILABLE)
 
 
 class FileValues:
@@ -113,10 +115,12 @@ class FileValues:
         except TimeoutError:
             return []
         unwritten: list[IndexEntry] = []
-        for index, entry in ours.items():
-            results[index], entries[index] = self._fill(ops[index], entry, deadline)
-            if entries[index] is None:
-                unwritten.append(entry)
+        for some in group_by_size((index, entry.nbytes) for index, entry in ours.items()):
+            filled = self._fill([(ops[index], ours[index]) for index in some], deadline)
+            for index, (result, published) in zip(some, filled, strict=True):
+                results[index], entries[index] = result, published
+                if published is None:
+                    unwritten.append(ours[index])
         self._abandon(unwritten)
         return [index for index, entry in others.items() if self._outcome(entry, index, results, deadline)]
 
@@ -134,18 +138,30 @@ class FileValues:
         ours[index] = added
         return Result(ResultCode.TIMEOUT)
 
-    def _fill(self, op: PutOp, entry: IndexEntry, deadline: float) -> tuple[Result, IndexEntry | None]:
-        """Copy the value in and publish it; no entry if that was not done."""
+    def _fill(
+        self, values: Sequence[tuple[PutOp, IndexEntry]], deadline: float
+    ) -> list[tuple[Result, IndexEntry | None]]:
+        """Copy values in and publish them; no entry where that was not done."""
         if time.monotonic() >= deadline:
-            return Result(ResultCode.TIMEOUT), None
+            return [(Result(ResultCode.TIMEOUT), None)] * len(values)
+        places = [self._place(entry, op.buffers) for op, entry in values]
+        good = [(op, place) for (op, _), place in zip(values, places, strict=True) if place is not None]
+        written = iter(write_values([op for op, _ in good], [place for _, place in good]))
+        filled: list[tuple[Result, IndexEntry | None]] = []
+        for (_, entry), place in zip(values, places, strict=True):
+            if place is None or not next(written):
+                filled.append((Result(ResultCode.INVALID), None))
+                continue
+            published = self._index.publish(entry)
+            filled.append((Result(ResultCode.OK, entry.nbytes) if published else _GONE, published))
+        return filled
+
+    def _place(self, entry: IndexEntry, buffers: Sequence[memoryview]) -> CopyPairs | None:
+        """Returns the pieces of a value, in the file and outside; None if a leased buffer was released."""
         try:
-            copy_in(
-                self._map.data, self._map.shape.unit_bytes, entry.runs, op.resolve_before_read().buffers, entry.nbytes
-            )
-        except ValueError:  # the caller released a buffer that it had leased to us
-            return Result(ResultCode.INVALID), None
-        published = self._index.publish(entry)
-        return (Result(ResultCode.OK, entry.nbytes) if published else Result(ResultCode.UNAVAILABLE)), published
+            return copy_pairs(self._map.data, self._map.shape.unit_bytes, entry.runs, buffers, entry.nbytes)
+        except ValueError:
+            return None
 
     def _abandon(self, unwritten: Sequence[IndexEntry]) -> None:
         """Free the room of values of ours that were not written."""
@@ -174,25 +190,40 @@ class FileValues:
         """Copy them out."""
         entries: list[IndexEntry | None] = []
         results: Results = []
-        for op in ops:
-            entry = self._index.find(op.key) if time.monotonic() < deadline else None
-            entries.append(entry)
-            if entry is not None:
-                results.append(self._read(op, entry))
-            else:
-                results.append(Result(ResultCode.MISS if time.monotonic() < deadline else ResultCode.TIMEOUT))
+        for some in group_by_size((at, sum(buffer.nbytes for buffer in op.buffers)) for at, op in enumerate(ops)):
+            found = [self._index.find(ops[at].key) if time.monotonic() < deadline else None for at in some]
+            results += self._read([(ops[at], entry) for at, entry in zip(some, found, strict=True)], deadline)
+            entries += found
         self._index.touch(entries)
         return results
 
-    def _read(self, op: GetOp, entry: IndexEntry) -> Result:
+    def _read(self, values: Sequence[tuple[GetOp, IndexEntry | None]], deadline: float) -> Results:
+        """Copies values out."""
+        missing = Result(ResultCode.MISS if time.monotonic() < deadline else ResultCode.TIMEOUT)
+        sources = [missing if entry is None else self._source(op, entry) for op, entry in values]
+        ready = [
+            (op, source) for (op, _), source in zip(values, sources, strict=True) if not isinstance(source, Result)
+        ]
+        checksums = iter(read_values([op for op, _ in ready], [place for _, place in ready]))
+        results: Results = []
+        for (op, entry), source in zip(values, sources, strict=True):
+            if isinstance(source, Result) or entry is None:
+                results.append(source if isinstance(source, Result) else missing)
+            elif (checksum := next(checksums)) is None:
+                results.append(Result(ResultCode.INVALID))
+            elif not self._index.is_unchanged(entry):  # evicted meanwhile: the bytes may be another value's
+                results.append(Result(ResultCode.MISS))
+            else:
+                report_arrival(op, entry.nbytes, checksum)
+                results.append(Result(ResultCode.OK, entry.nbytes))
+        return results
+
+    def _source(self, op: GetOp, entry: IndexEntry) -> CopyPairs | Result:
+        """Returns what is copied to read a value, or why it cannot be read."""
         if sum(buffer.nbytes for buffer in op.buffers) < entry.nbytes:
             return Result(ResultCode.TOO_LARGE, entry.nbytes)
-        copy_out(self._map.data, self._map.shape.unit_bytes, entry.runs, op.buffers, entry.nbytes, op.on_progress)
-        if not self._index.is_unchanged(entry):  # evicted meanwhile: the bytes may be another value's
-            return Result(ResultCode.MISS)
-        if op.on_complete is not None:
-            op.on_complete(entry.nbytes)
-        return Result(ResultCode.OK, entry.nbytes)
+        place = self._place(entry, op.buffers)
+        return Result(ResultCode.INVALID) if place is None else [(outside, inside) for inside, outside in place]
 
     def exists(self, keys: Sequence[str]) -> Results:
         """Look them up."""

@@ -29,13 +29,12 @@ from kvparams_connectors.stores.extents import (
     ByteArray,
     CopyPairs,
     copy_pairs,
-    copy_pairs_in,
-    copy_pairs_out,
     extent_views,
     units_for,
 )
 from kvparams_connectors.stores.memory.settings import MemorySettings
 from kvparams_connectors.stores.memory.value_table import StoredValue, ValueTable
+from kvparams_connectors.stores.value_copy import group_by_size, read_values, report_arrival, write_values
 
 __all__ = ["MemoryStore", "PinnedValue", "open_url"]
 
@@ -45,9 +44,6 @@ _URL_THREADS: Final = 2
 """One copies while the other looks at what has come."""
 _MEMORY_PAGE: Final = 4096
 _MISS: Final = Result(ResultCode.MISS)
-_TOGETHER: Final = 4 << 20
-"""Values of so many bytes become visible, and are let go, together: after each copy the processor's caches hold that,
-and what is done then for one value costs about as much as for several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +159,11 @@ class MemoryStore(BlockingStore):
 
     def _fill(self, ops: Sequence[PutOp], ours: dict[int, StoredValue], results: Results, deadline: float) -> None:
         """Copy new values in and make them visible, some together, or take them out of the table again."""
-        for some in _together([(index, ours[index].nbytes) for index in ours]):
-            places = {index: self._place(ours[index], ops[index].buffers) for index in some}
-            codes = {index: self._copy_in(ops[index], places[index], deadline) for index in some}
+        for some in group_by_size((index, value.nbytes) for index, value in ours.items()):
+            codes = self._copy_in([(ops[index], ours[index]) for index in some], deadline)
             leased_until = time.monotonic() + self._lease_s
             with self._changed:
-                for index, code in codes.items():
+                for index, code in zip(some, codes, strict=True):
                     value = ours[index]
                     value.ready = code is ResultCode.OK
                     value.leased_until = leased_until
@@ -178,18 +173,14 @@ class MemoryStore(BlockingStore):
                     results[index] = Result(code, value.nbytes if value.ready else 0)
                 self._changed.notify_all()
 
-    @staticmethod
-    def _copy_in(op: PutOp, place: CopyPairs | None, deadline: float) -> ResultCode:
-        if place is None:
-            return ResultCode.INVALID
+    def _copy_in(self, values: Sequence[tuple[PutOp, StoredValue]], deadline: float) -> list[ResultCode]:
+        """Copies values in; returns what became of each."""
         if time.monotonic() >= deadline:
-            return ResultCode.TIMEOUT
-        try:
-            op.resolve_before_read()
-        except ValueError:  # the caller released what it looks at then
-            return ResultCode.INVALID
-        copy_pairs_in(place)
-        return ResultCode.OK
+            return [ResultCode.TIMEOUT] * len(values)
+        places = [self._place(value, op.buffers) for op, value in values]
+        good = [(op, place) for (op, _), place in zip(values, places, strict=True) if place is not None]
+        written = iter(write_values([op for op, _ in good], [place for _, place in good]))
+        return [ResultCode.OK if place is not None and next(written) else ResultCode.INVALID for place in places]
 
     def _place(self, value: StoredValue, buffers: Sequence[memoryview]) -> CopyPairs | None:
         """Returns the positions of the value's bytes, inside and outside; None if a leased buffer was released."""
@@ -209,38 +200,41 @@ class MemoryStore(BlockingStore):
                     self._values.pin(value)
             self._values.use(keys)
         results: Results = []
-        for some in _together([(index, value.nbytes if value else 0) for index, value in enumerate(found)]):
+        for some in group_by_size((index, value.nbytes if value else 0) for index, value in enumerate(found)):
             results += self._read([(ops[index], found[index]) for index in some], deadline)
         return results
 
     def _read(self, some: Sequence[tuple[GetOp, StoredValue | None]], deadline: float) -> Results:
         """Copy values out that are pinned, and let them go."""
-        results = [_MISS if value is None else self._copy_out(op, value, deadline) for op, value in some]
+        late = time.monotonic() >= deadline
+        sources = [_MISS if value is None else self._source(op, value, late=late) for op, value in some]
+        ready = [(op, source) for (op, _), source in zip(some, sources, strict=True) if not isinstance(source, Result)]
+        checksums = iter(read_values([op for op, _ in ready], [place for _, place in ready]))
         with self._changed:
             for _, value in some:
                 if value is not None:
                     self._values.unpin(value)
-        for (op, _), result in zip(some, results, strict=True):
-            if op.on_complete is not None and op.on_progress is not None and result.code is ResultCode.OK:
-                op.on_complete(result.nbytes)  # who was told of its pieces has looked at them
+        results: Results = []
+        for (op, value), source in zip(some, sources, strict=True):
+            if isinstance(source, Result) or value is None:
+                results.append(source if isinstance(source, Result) else _MISS)
+            elif (checksum := next(checksums)) is None:
+                results.append(Result(ResultCode.INVALID))
+            else:
+                report_arrival(op, value.nbytes, checksum)
+                results.append(Result(ResultCode.OK, value.nbytes))
         return results
 
-    def _copy_out(self, op: GetOp, value: StoredValue, deadline: float) -> Result:
-        nbytes = value.nbytes
-        if sum([buffer.nbytes for buffer in op.buffers]) < nbytes:
-            return Result(ResultCode.TOO_LARGE, nbytes)
-        if time.monotonic() >= deadline:
+    def _source(self, op: GetOp, value: StoredValue, *, late: bool) -> CopyPairs | Result:
+        """Returns what is copied to read a value, or why it cannot be read."""
+        if sum([buffer.nbytes for buffer in op.buffers]) < value.nbytes:
+            return Result(ResultCode.TOO_LARGE, value.nbytes)
+        if late:
             return Result(ResultCode.TIMEOUT)
         place = self._place(value, op.buffers)
         if place is None:
             return Result(ResultCode.INVALID)
-        try:
-            copy_pairs_out(place, nbytes, op.on_progress)
-        except ValueError:  # the caller released what it looks at meanwhile
-            return Result(ResultCode.INVALID)
-        if op.on_complete is not None and op.on_progress is None:
-            op.on_complete(nbytes)
-        return Result(ResultCode.OK, nbytes)
+        return [(outside, inside) for inside, outside in place]
 
     def exists_blocking(self, keys: Sequence[str], deadline: float) -> Results:
         """Looks keys up; see `BlockingStore`."""
@@ -310,19 +304,6 @@ class MemoryStore(BlockingStore):
         """Lets go of everything; no worker runs any more."""
         self._values.clear()
         self._memory = np.empty(0, dtype=np.uint8)
-
-
-def _together(sizes: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Indexes, in order, in groups of a bounded size."""
-    groups: list[list[int]] = []
-    room = 0
-    for index, nbytes in sizes:
-        if room < nbytes or not groups:
-            groups.append([])
-            room = _TOGETHER
-        groups[-1].append(index)
-        room -= max(nbytes, _MEMORY_PAGE)
-    return groups
 
 
 def open_url(url: StoreURL) -> KVStore:

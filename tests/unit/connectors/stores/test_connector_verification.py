@@ -1,5 +1,6 @@
 """Tests that a page is verified when its store reports its arrival, and that the store answers for that report."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,11 @@ from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.conformance.faults import Operation
 from kvparams_connectors.conformance.toy_engine import WAIT_S, block_table, save_sequence, toy_engine
 from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode
-from kvparams_connectors.stores.extents import copy_out
+from kvparams_connectors.stores.extents import CopyPairs
 from kvparams_connectors.stores.file.store import FileStore
 from kvparams_connectors.stores.memory.store import MemoryStore
 from kvparams_connectors.stores.tiered.store import TieredStore
+from kvparams_connectors.stores.value_copy import read_values
 
 BIT = 8 * (HEADER_BYTES + 40)
 
@@ -68,9 +70,10 @@ def test_a_page_that_came_whole_and_is_said_to_be_shorter_is_torn(opened: list[K
         assert not engine.tensor.any()
 
 
+@pytest.mark.parametrize("hashed", [True, False])
 @pytest.mark.parametrize("overtaken", [True, False])
 def test_a_value_that_was_overwritten_while_it_was_read_from_a_file_has_not_arrived(
-    opened: list[KVStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overtaken: bool
+    opened: list[KVStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overtaken: bool, hashed: bool
 ) -> None:
     """Another process deletes it when the bytes have been copied, and they may be another value's by then."""
     store, other = (FileStore(tmp_path / "store", 1 << 20, unit_bytes=4096) for _ in range(2))
@@ -78,14 +81,19 @@ def test_a_value_that_was_overwritten_while_it_was_read_from_a_file_has_not_arri
     content = bytes(range(100))
     assert store.put([PutOp("key", (memoryview(content),))], WAIT_S).result() == [Result(ResultCode.OK, 100)]
 
-    def copy(*arguments: object) -> None:
-        copy_out(*arguments)  # pyright: ignore[reportArgumentType]
+    def read(ops: Sequence[GetOp], places: Sequence[CopyPairs]) -> list[int | None]:
+        checksums = read_values(ops, places)
         if overtaken:
             assert other.delete(["key"], WAIT_S).result() == [Result(ResultCode.OK)]
+        return checksums
 
-    monkeypatch.setattr("kvparams_connectors.stores.file.values.copy_out", copy)
+    monkeypatch.setattr("kvparams_connectors.stores.file.values.read_values", read)
     arrived: list[int] = []
-    op = GetOp("key", (memoryview(bytearray(100)),), arrived.append)
+    target = (memoryview(bytearray(100)),)
+    if hashed:
+        op = GetOp("key", target, on_checksum=lambda nbytes, _: arrived.append(nbytes))
+    else:
+        op = GetOp("key", target, arrived.append)
     results = store.get([op], WAIT_S).result()
     assert (results, arrived) == (
         ([Result(ResultCode.MISS)], []) if overtaken else ([Result(ResultCode.OK, 100)], [100])
