@@ -86,3 +86,44 @@ class NativeCode(Protocol):
             ValueError: a piece is a memoryview that was released.
         """
         ...
+
+    def gather_pages(
+        self,
+        slices: list[tuple[object, int, int]],
+        pages: list[tuple[memoryview, list[tuple[int, int, int]], int, int]],
+        /,
+    ) -> list[int] | None:
+        """Copies pages out of an engine's blocks, without the interpreter lock, and computes their checksums.
+
+        Args:
+            slices: K or V of some layers: memory of the shape `[layers, heads, blocks, tokens, dim]`, and where it
+                stands in a payload, in bytes: the first layer's offset, and the distance from one layer to the next.
+            pages: for each page the payload; its tokens in order, as `(block, first token in it, how many)`; how many
+                tokens of the payload come before these; how many tokens the payload has.
+
+        Returns:
+            XXH3-64 of each payload. None where the slices leave out a part of a payload, a place lies outside of its
+            memory, or the elements of a token do not follow each other; payloads may have been written then.
+
+        Raises:
+            BufferError: a payload is not contiguous, or not writable.
+            ValueError: a payload was released.
+        """
+        ...
+
+    def scatter_pages(
+        self,
+        slices: list[tuple[object, int, int]],
+        pages: list[tuple[memoryview, list[tuple[int, int, int]], int, int]],
+        /,
+    ) -> bool | None:
+        """Copies pages into an engine's blocks, without the interpreter lock.
+
+        Args:
+            slices: as for `gather_pages`.
+            pages: as for `gather_pages`.
+
+        Returns:
+            True, or None as `gather_pages`; then nothing was copied.
+        """
+        ...

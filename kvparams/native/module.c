@@ -8,7 +8,8 @@
 
 static PyMethodDef functions[] = {
     FUNCTION(member_spans), FUNCTION(edit_members), FUNCTION(request_head),
-    FUNCTION(response_head), FUNCTION(read_chunks), FUNCTION(copy_values), {NULL, NULL, 0, NULL},
+    FUNCTION(response_head), FUNCTION(read_chunks), FUNCTION(copy_values),
+    FUNCTION(gather_pages), FUNCTION(scatter_pages), {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};

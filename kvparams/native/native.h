@@ -23,6 +23,8 @@ PyObject *request_head(PyObject *module, PyObject *const *args, Py_ssize_t count
 PyObject *response_head(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *read_chunks(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *copy_values(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *gather_pages(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *scatter_pages(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* Returns false, with an exception set, unless a function got so many arguments. */
 static inline bool has_arguments(Py_ssize_t count, Py_ssize_t wanted) {

@@ -18,7 +18,14 @@ import torch
 from kvparams.keys import KVShard
 from kvparams_connectors.transfer.devices import CudaDevice, Device, DeviceEvent, DeviceStream
 from kvparams_connectors.transfer.layout import PagedKVLayout
-from kvparams_connectors.transfer.layout_copy import BlockRanges, device_gather, device_scatter
+from kvparams_connectors.transfer.layout_copy import (
+    BlockRanges,
+    HostPage,
+    device_gather,
+    device_scatter,
+    host_gather,
+    host_scatter,
+)
 
 __all__ = ["BlockCopier", "HostBlockCopier", "PageCopy", "StagedBlockCopier", "make_block_copier"]
 
@@ -50,12 +57,12 @@ class BlockCopier(Protocol):
     """Where the host memory for it comes from; None: anywhere."""
 
     def gather(
-        self, block_ids: Sequence[int], copies: Sequence[PageCopy], there: Callable[[int], None]
+        self, block_ids: Sequence[int], copies: Sequence[PageCopy], there: Callable[[int, int], None]
     ) -> DeviceEvent | None:
         """Begin to copy blocks to payloads, which belong to it until the event is done; None: it is done.
 
         When this returns, whatever the calling thread's stream does next cannot change what is copied. `there` is
-        called with the index of each copy whose payload has been written meanwhile, while it is in the caches.
+        called for each copy whose payload has been written meanwhile, with its index and XXH3-64 of the payload.
 
         Raises:
             IndexError: a position lies behind the block table, or a block does not exist; nothing was begun.
@@ -94,12 +101,14 @@ class HostBlockCopier:
         self._layout = layout
 
     def gather(
-        self, block_ids: Sequence[int], copies: Sequence[PageCopy], there: Callable[[int], None]
+        self, block_ids: Sequence[int], copies: Sequence[PageCopy], there: Callable[[int, int], None]
     ) -> DeviceEvent | None:
         """Copies pages out of blocks; see `BlockCopier.gather`."""
-        for index, copy in enumerate(copies):
-            self._layout.gather(block_ids, copy.start_token, copy.tokens, copy.payload, copy.unit)
-            there(index)
+        pages = self._pages(block_ids, copies)
+        for (unit, _), alike in _grouped(copies):
+            checksums = host_gather(self._layout.spans(unit), [pages[index] for index in alike])
+            for index, checksum in zip(alike, checksums, strict=True):
+                there(index, checksum)
         return None
 
     def free_copies(self) -> int:
@@ -112,8 +121,23 @@ class HostBlockCopier:
 
     def scatter(self, block_ids: Sequence[int], copies: Sequence[PageCopy], fence: DeviceEvent | None) -> None:
         """Copies pages into blocks; see `BlockCopier.scatter`."""
-        for copy in copies:
-            self._layout.scatter(block_ids, copy.start_token, copy.tokens, copy.payload, copy.page, copy.unit)
+        pages = self._pages(block_ids, copies)
+        for (unit, _), alike in _grouped(copies):
+            host_scatter(self._layout.spans(unit), [pages[index] for index in alike])
+
+    def _pages(self, block_ids: Sequence[int], copies: Sequence[PageCopy]) -> list[HostPage]:
+        host_page = self._layout.host_page
+        return [
+            host_page(block_ids, copy.start_token, copy.tokens, copy.payload, copy.page, copy.unit) for copy in copies
+        ]
+
+
+def _grouped(copies: Sequence[PageCopy]) -> list[tuple[tuple[KVShard, int], list[int]]]:
+    """Returns the indexes of the copies of each unit whose pages have equally many tokens."""
+    groups: dict[tuple[KVShard, int], list[int]] = {}
+    for index, copy in enumerate(copies):
+        groups.setdefault((copy.unit, len(copy.page)), []).append(index)
+    return list(groups.items())
 
 
 class StagedBlockCopier:
@@ -147,7 +171,7 @@ class StagedBlockCopier:
             return sum(event is None or event.is_done() for event in self._copied)
 
     def gather(
-        self, block_ids: Sequence[int], copies: Sequence[PageCopy], there: Callable[[int], None]
+        self, block_ids: Sequence[int], copies: Sequence[PageCopy], there: Callable[[int, int], None]
     ) -> DeviceEvent | None:
         """Copies pages out of blocks; see `BlockCopier.gather`."""
         layout = self._layout

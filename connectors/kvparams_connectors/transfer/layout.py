@@ -19,7 +19,14 @@ from kvparams_connectors.transfer.cache_layouts import (
     find_layout,
     kv_views,
 )
-from kvparams_connectors.transfer.layout_copy import BlockRanges, LayerSlice, host_gather, host_scatter, layer_columns
+from kvparams_connectors.transfer.layout_copy import (
+    BlockRanges,
+    HostPage,
+    LayerSlice,
+    host_gather,
+    host_scatter,
+    layer_columns,
+)
 from kvparams_connectors.transfer.shard_grid import ShardGrid
 
 __all__ = ["LayoutError", "PagedKVLayout"]
@@ -170,7 +177,7 @@ class PagedKVLayout:
         tokens: int,
         payload: memoryview,
         unit: KVShard | None = None,
-    ) -> None:
+    ) -> int:
         """Copy the KV of `tokens` tokens from position `start_token` on into `payload`, in canonical order.
 
         Tensors on the CPU only; `staging` has the way for others.
@@ -182,12 +189,14 @@ class PagedKVLayout:
             payload: `payload_bytes(tokens, unit)` writable bytes.
             unit: the part of the model to copy, all of it in the tensors; None: all that the tensors hold.
 
+        Returns:
+            XXH3-64 of the payload.
+
         Raises:
             IndexError: a position lies behind the block table, or a block does not exist.
         """
-        pieces = self.pieces(block_ids, start_token, tokens)
-        self._check_payload(payload.nbytes, tokens, unit)
-        host_gather(self.spans(unit), pieces, tokens, payload)
+        page = self.host_page(block_ids, start_token, tokens, payload, range(start_token, start_token + tokens), unit)
+        return host_gather(self.spans(unit), [page])[0]
 
     def scatter(
         self,
@@ -212,9 +221,20 @@ class PagedKVLayout:
         Raises:
             IndexError: a position lies behind the block table, or a block does not exist.
         """
-        pieces = self.pieces(block_ids, start_token, tokens)
+        host_scatter(self.spans(unit), [self.host_page(block_ids, start_token, tokens, payload, page, unit)])
+
+    def host_page(
+        self,
+        block_ids: Sequence[int],
+        start_token: int,
+        tokens: int,
+        payload: memoryview,
+        page: range,
+        unit: KVShard | None = None,
+    ) -> HostPage:
+        """Returns what `host_gather` and `host_scatter` copy; for the arguments and errors see `scatter`."""
         self._check_payload(payload.nbytes, len(page), unit)
-        host_scatter(self.spans(unit), pieces, len(page), start_token - page.start, payload)
+        return payload, self.pieces(block_ids, start_token, tokens), start_token - page.start, len(page)
 
     def pieces(self, block_ids: Sequence[int], start_token: int, tokens: int) -> BlockRanges:
         """Returns the places of `tokens` tokens from position `start_token` on, in order.

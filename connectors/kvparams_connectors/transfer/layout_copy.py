@@ -1,7 +1,8 @@
 """Copying between strided views of an engine's blocks and a page's payload.
 
-Two ways that must agree: numpy for tensors on the CPU (it copies any strides at once, lets go of the interpreter lock,
-allocates nothing), torch for those on a device. Nothing is interpreted here; bits are moved.
+Ways that must agree: native code for tensors on the CPU, and numpy where there is none or the elements of a token do
+not follow each other (it copies any strides at once, lets go of the interpreter lock, allocates nothing); torch for
+tensors on a device. Nothing is interpreted here; bits are moved.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 import torch
+from xxhash import xxh3_64_intdigest
+
+from kvparams.native import NATIVE
 
 __all__ = [
     "BlockRanges",
+    "HostPage",
     "LayerSlice",
     "device_gather",
     "device_scatter",
@@ -26,6 +31,10 @@ __all__ = [
 
 BlockRanges = list[tuple[int, int, int]]
 """Tokens in order, as `(block, first token in it, how many)`."""
+
+HostPage = tuple[memoryview, BlockRanges, int, int]
+"""The payload of a page; the places of tokens in the blocks; how many tokens of the payload come before these; how many
+tokens the payload has. On a save the places are those of all tokens."""
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Elements are moved as plain bits, so that every element type takes the same path and no value is changed by it."""
@@ -60,6 +69,11 @@ class LayerSlice:
         layer_step, head_step = self.unit_heads * tokens * self.row, tokens * dim
         offset = self.layer * layer_step + self.unit_heads * tokens * self.skip + self.head * head_step
         return (layers, heads, tokens, dim), (layer_step, head_step, dim, 1), offset
+
+    def host_place(self, tokens: int) -> "tuple[npt.NDArray[Any], int, int]":
+        """The view, and its offset and the distance of its layers in a payload of `tokens` tokens, in bytes."""
+        _, (layer_step, *_), offset = self.place(tokens)
+        return self.host, offset * self.itemsize, layer_step * self.itemsize
 
     def in_bytes(self, payload: memoryview, tokens: int) -> "npt.NDArray[Any]":
         """The place in a payload of `tokens` tokens, for numpy."""
@@ -108,24 +122,33 @@ def _widened(view: torch.Tensor, size: int, widest: int) -> torch.Tensor:
     return view.as_strided(view.shape, (*steps, 1)).view(_BITS[widest])
 
 
-def host_gather(spans: Sequence[LayerSlice], pieces: BlockRanges, tokens: int, payload: memoryview) -> None:
-    """Blocks to the payload of a page of `tokens` tokens; `pieces` are all of them."""
-    for span in spans:
-        source, target = span.host, span.in_bytes(payload, tokens)
-        at = 0
-        for block, first, count in pieces:
-            target[:, :, at : at + count] = source[:, :, block, first : first + count]
-            at += count
+def host_gather(spans: Sequence[LayerSlice], pages: list[HostPage]) -> list[int]:
+    """Copies blocks to the payloads of pages that have equally many tokens; returns XXH3-64 of each payload."""
+    if NATIVE is not None and pages:
+        checksums = NATIVE.gather_pages([span.host_place(pages[0][3]) for span in spans], pages)
+        if checksums is not None:
+            return checksums
+    for payload, pieces, _, tokens in pages:
+        for span in spans:
+            source, target = span.host, span.in_bytes(payload, tokens)
+            at = 0
+            for block, first, count in pieces:
+                target[:, :, at : at + count] = source[:, :, block, first : first + count]
+                at += count
+    return [xxh3_64_intdigest(payload) for payload, *_ in pages]
 
 
-def host_scatter(spans: Sequence[LayerSlice], pieces: BlockRanges, tokens: int, skip: int, payload: memoryview) -> None:
-    """The payload of a page of `tokens` tokens, from its token `skip` on, to the blocks."""
-    for span in spans:
-        target, source = span.host, span.in_bytes(payload, tokens)
-        at = skip
-        for block, first, count in pieces:
-            target[:, :, block, first : first + count] = source[:, :, at : at + count]
-            at += count
+def host_scatter(spans: Sequence[LayerSlice], pages: list[HostPage]) -> None:
+    """Copies the payloads of pages that have equally many tokens to the blocks."""
+    if NATIVE is not None and pages and NATIVE.scatter_pages([span.host_place(pages[0][3]) for span in spans], pages):
+        return
+    for payload, pieces, skip, tokens in pages:
+        for span in spans:
+            target, source = span.host, span.in_bytes(payload, tokens)
+            at = skip
+            for block, first, count in pieces:
+                target[:, :, block, first : first + count] = source[:, :, at : at + count]
+                at += count
 
 
 @torch.inference_mode()  # an engine may have allocated its cache in it, and then it is written only in it

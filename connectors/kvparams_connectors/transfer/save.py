@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from xxhash import xxh3_64_intdigest
-
 from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.arena import Slot
 from kvparams_connectors.jobs import Job, WorkerPool
@@ -160,8 +158,8 @@ class SaveOperation:
         """Copy a portion out of the blocks and have it put."""
         parts = list(portion.held)
 
-        def there(index: int) -> None:
-            portion.checksums[parts[index]] = xxh3_64_intdigest(copies[index].payload)
+        def there(index: int, checksum: int) -> None:
+            portion.checksums[parts[index]] = checksum
 
         portion.copied = self._gear.copier.gather(block_ids, copies, there)
         with self._lock:

@@ -10,6 +10,9 @@ from kvparams.keys import DTYPE_BYTES, Geometry, KVShard
 from kvparams_connectors.transfer.cache_layouts import CACHE_LAYOUTS, CacheLayout, CacheSpec, read_cache_spec
 from kvparams_connectors.transfer.layout import LayoutError, PagedKVLayout
 from tests.support.connectors.kv_oracle import PHYSICAL, TORCH, engine_tensors, payload, same_bits, truth
+from tests.support.connectors.native_layouts import copying_code
+
+__all__ = ["copying_code"]
 
 SHAPE = Geometry(layers=3, kv_heads=2, k_dim=8, v_dim=8)
 LATENT = Geometry(layers=3, kv_heads=1, k_dim=12, v_dim=0)

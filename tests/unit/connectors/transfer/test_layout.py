@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from kvparams.keys import Geometry, KVShard, Namespace
 from kvparams_connectors.transfer.layout import LayoutError, PagedKVLayout
+from tests.support.connectors.native_layouts import copying_code
+
+__all__ = ["copying_code"]
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8]
 
