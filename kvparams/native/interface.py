@@ -3,7 +3,7 @@
 Every function handles the ordinary form of its input and returns None for any other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, TypeVar
 
 __all__ = ["NativeCode"]
@@ -70,11 +70,11 @@ class NativeCode(Protocol):
         """
         ...
 
-    def copy_values(self, values: list[list[tuple[object, object]]], skip: int, /) -> list[int] | None:
+    def copy_values(self, values: Sequence[Sequence[tuple[object, object]]], skip: int, /) -> list[int] | None:
         """Copies values and computes their checksums in the same pass over memory, without the interpreter lock.
 
         Args:
-            values: each value is a list of equally long pieces of memory, as `(target, source)`, in order.
+            values: a list; each value is a list of equally long pieces of memory, as `(target, source)`, in order.
             skip: how many bytes at the front of each value are copied and not part of its checksum.
 
         Returns:

@@ -135,7 +135,7 @@ def _copy_in_blocks(pairs: CopyPairs) -> int:
             block = target[start : start + _BLOCK]
             np.copyto(block, source[start : start + _BLOCK])
             if skip < block.size:
-                state.update(block[skip:])
+                state.update(block[skip:].data)
             skip -= min(skip, block.size)
     return state.intdigest()
 

@@ -1,4 +1,4 @@
-"""A fixture: tests of layouts with native code, and without it."""
+"""Runs tests of layouts with native code, and again without it."""
 
 from collections.abc import Iterator
 from unittest.mock import patch

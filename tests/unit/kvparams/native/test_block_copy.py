@@ -78,7 +78,7 @@ def test_a_part_of_a_payload_is_scattered_and_nothing_else_is_written(
     tokens = skip + sum(count for *_, count in ranges) + after
     payload = Random(seed).randbytes(LAYERS * HEADS * tokens * 2 * dim)
     native, plain = ([blocks_of(dim, order, seed), blocks_of(dim, order, seed + 1)] for _ in range(2))
-    assert NATIVE.scatter_pages(slices_of(*native, tokens), [(memoryview(payload), ranges, skip, tokens)])
+    assert NATIVE.scatter_pages(slices_of(native[0], native[1], tokens), [(memoryview(payload), ranges, skip, tokens)])
     shaped = np.frombuffer(payload, dtype=np.uint8).reshape(LAYERS, 2, HEADS, tokens, dim)
     for number, target in enumerate(plain):
         at = skip
