@@ -10,10 +10,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from kvparams_connectors.hashed_copy import CopyPairs
+
 __all__ = [
     "SKEW",
     "ByteArray",
-    "CopyPairs",
     "Extent",
     "ExtentAllocator",
     "copy_bytes",
@@ -32,9 +33,6 @@ addresses that agree in their low 12 bits costs a fifth of the speed (10.5, not 
 
 _SMALL: Final = 32 << 10
 """Copies up to here are cheaper without letting go of the interpreter lock."""
-
-CopyPairs = list[tuple[ByteArray, ByteArray]]
-"""Equally long stretches, inside and outside, that cover a value once and in order."""
 
 
 class Extent(NamedTuple):

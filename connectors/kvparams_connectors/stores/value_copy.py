@@ -1,25 +1,17 @@
-"""Copies values between callers' buffers and a store's memory, and computes their checksums in the same pass.
-
-Native code copies several values a call, without the interpreter lock and past the processor's caches; the Python code
-does the same in blocks.
-"""
+"""Copies values between callers' buffers and a store's memory, with their checksums, and says so to the callers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
-from xxhash import xxh3_64
 
-from kvparams.native import NATIVE
 from kvparams.pages import HEADER_BYTES
+from kvparams_connectors.hashed_copy import CopyPairs, copy_hashed
 from kvparams_connectors.store import GetOp, PutOp
-from kvparams_connectors.stores.extents import CopyPairs
 from kvparams_connectors.stores.progress import progress_step_bytes
 
-__all__ = ["copy_values", "group_by_size", "read_values", "report_arrival", "write_values"]
+__all__ = ["group_by_size", "read_values", "report_arrival", "write_values"]
 
-_BLOCK: Final = 256 << 10
-"""So much is copied before it is hashed, while a core's own cache holds it."""
 _TOGETHER: Final = 4 << 20
 """Values of so many bytes are copied, become visible and are let go together: what is done for one value costs about as
 much as for several."""
@@ -59,7 +51,7 @@ def write_values(ops: Sequence[PutOp], places: Sequence[CopyPairs]) -> list[bool
     """
     ready = [op.on_checksum is not None or _completes(op) for op in ops]
     chosen = [at for at, is_ready in enumerate(ready) if is_ready]
-    for at, checksum in zip(chosen, copy_values([places[at] for at in chosen]), strict=True):
+    for at, checksum in zip(chosen, copy_hashed([places[at] for at in chosen], HEADER_BYTES), strict=True):
         complete = ops[at].on_checksum
         if complete is None:
             continue
@@ -88,7 +80,8 @@ def read_values(ops: Sequence[GetOp], places: Sequence[CopyPairs]) -> list[int |
         places: for each operation the pieces of its value, in the caller's buffers and in the store.
 
     Returns:
-        The checksums, as `copy_values`, for `report_arrival`; None where the caller has released a buffer.
+        For `report_arrival`: XXH3-64 of what follows the first `HEADER_BYTES` of each value; None where the caller has
+        released a buffer.
     """
     checksums: list[int | None] = [0] * len(ops)
     at_once: list[int] = []
@@ -100,7 +93,7 @@ def read_values(ops: Sequence[GetOp], places: Sequence[CopyPairs]) -> list[int |
             _copy_with_progress(places[at], op.on_progress)
         except ValueError:  # the caller released what it looks at meanwhile
             checksums[at] = None
-    for at, checksum in zip(at_once, copy_values([places[at] for at in at_once]), strict=True):
+    for at, checksum in zip(at_once, copy_hashed([places[at] for at in at_once], HEADER_BYTES), strict=True):
         checksums[at] = checksum
     return checksums
 
@@ -111,33 +104,6 @@ def report_arrival(op: GetOp, nbytes: int, checksum: int) -> None:
         op.on_checksum(nbytes, checksum)
     elif op.on_complete is not None:
         op.on_complete(nbytes)
-
-
-def copy_values(values: Sequence[CopyPairs]) -> list[int]:
-    """Copies each value from the second of each pair to the first.
-
-    Returns:
-        For each value XXH3-64 of what follows its first `HEADER_BYTES`, as it was written.
-    """
-    if NATIVE is not None:
-        checksums = NATIVE.copy_values(list(values), HEADER_BYTES)
-        if checksums is not None:
-            return checksums
-    return [_copy_in_blocks(pairs) for pairs in values]
-
-
-def _copy_in_blocks(pairs: CopyPairs) -> int:
-    """Copies a value; returns what `copy_values` does."""
-    state = xxh3_64()
-    skip = HEADER_BYTES
-    for target, source in pairs:
-        for start in range(0, target.size, _BLOCK):
-            block = target[start : start + _BLOCK]
-            np.copyto(block, source[start : start + _BLOCK])
-            if skip < block.size:
-                state.update(block[skip:].data)
-            skip -= min(skip, block.size)
-    return state.intdigest()
 
 
 def _copy_front(pairs: CopyPairs, nbytes: int) -> None:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvparams_connectors.hashed_copy import CopyPairs, copy_hashed
+
 __all__ = ["PageBuffers", "flat_bytes", "gather_page", "scatter_page"]
 
 PageBuffers = Sequence[NDArray[np.uint8]]
@@ -20,13 +22,15 @@ def flat_bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-def gather_page(place: PageBuffers, target: memoryview) -> None:
-    """Copy a page out, its stretches one after the other."""
+def gather_page(place: PageBuffers, target: memoryview) -> int:
+    """Copies a page out, its stretches one after the other; returns XXH3-64 of it. Other threads run meanwhile."""
     into = np.frombuffer(target, np.uint8)
+    pairs: CopyPairs = []
     at = 0
     for stretch in place:
-        np.copyto(into[at : at + stretch.nbytes], stretch)  # other threads run meanwhile
+        pairs.append((into[at : at + stretch.nbytes], stretch))
         at += stretch.nbytes
+    return copy_hashed([pairs])[0]
 
 
 def scatter_page(source: memoryview, place: PageBuffers) -> None:

@@ -147,8 +147,8 @@ class HiCachePagePipeline:
     def _seal_gathered(self, cargo: Sequence[_Placed], slots: Sequence[Slot]) -> list[PutOp]:
         ops: list[PutOp] = []
         for (page, place), slot in zip(cargo, slots, strict=True):
-            gather_page(place, slot.view[HEADER_BYTES:])
-            ops.append(self._pipeline.sealed_put(page.key, page.identity, (slot.view,)))
+            checksum = gather_page(place, slot.view[HEADER_BYTES:])
+            ops.append(self._pipeline.sealed_put(page.key, page.identity, (slot.view,), checksum))
         return ops
 
     def _take_back(self, portion: PagePortion[_Placed, Results], results: Results) -> None:

@@ -21,8 +21,9 @@ from kvparams.page_auth import PageAuthKeys
 from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.arena import Arena, Slot
 from kvparams_connectors.engines.vllm_tier.chunk_keys import OffloadChunkLayout
+from kvparams_connectors.hashed_copy import copy_hashed
 from kvparams_connectors.jobs import Job, WorkerPool
-from kvparams_connectors.store import GetOp, KVStore, Result, ResultCode, Results
+from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, Results
 from kvparams_connectors.store_url import StoreError
 from kvparams_connectors.transfer.page_pipeline import PORTION_BYTES, PagePipeline
 from kvparams_connectors.transfer.page_portions import transfer_portions
@@ -227,15 +228,13 @@ class OffloadChunkPipeline:
                 absent.append(chunk)
 
         def begin(part: ChunkRows, slots: Sequence[Slot]) -> Job[Results] | None:
-            for (_, row), slot in zip(part, slots, strict=True):
+            ops: list[PutOp] = []
+            for (key, row), slot in zip(part, slots, strict=True):
                 with job.guarded_section() as wanted:
                     if not wanted or self._closed:
                         return None
-                    np.copyto(_payload(slot), rows[row, : form.payload_bytes])
-            ops = [
-                self._pipeline.sealed_put(form.name(key), form.identity(key), (slot.view,))
-                for (key, _), slot in zip(part, slots, strict=True)
-            ]
+                    [checksum] = copy_hashed([[(_payload(slot), rows[row, : form.payload_bytes])]])
+                ops.append(self._pipeline.sealed_put(form.name(key), form.identity(key), (slot.view,), checksum))
             return self._store.put(ops, job.remaining_s())
 
         def end(count: _ResultBuilder, chunk: tuple[bytes, int], slot: Slot, result: Result) -> None:

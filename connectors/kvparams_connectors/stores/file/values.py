@@ -12,9 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from kvparams_connectors.hashed_copy import CopyPairs
 from kvparams_connectors.store import GetOp, PutOp, Result, ResultCode, Results
 from kvparams_connectors.store_url import StoreError
-from kvparams_connectors.stores.extents import CopyPairs, copy_pairs, units_for
+from kvparams_connectors.stores.extents import copy_pairs, units_for
 from kvparams_connectors.stores.file.file_map import FileGeometry, open_map
 from kvparams_connectors.stores.file.index import FileIndex, IndexEntry
 from kvparams_connectors.stores.value_copy import group_by_size, read_values, report_arrival, write_values

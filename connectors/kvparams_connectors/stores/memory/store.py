@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from kvparams_connectors.hashed_copy import CopyPairs
 from kvparams_connectors.store import (
     BlockingStore,
     Capabilities,
@@ -27,7 +28,6 @@ from kvparams_connectors.store_url import StoreURL
 from kvparams_connectors.stores.extents import (
     SKEW,
     ByteArray,
-    CopyPairs,
     copy_pairs,
     extent_views,
     units_for,

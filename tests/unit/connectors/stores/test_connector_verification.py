@@ -10,8 +10,8 @@ from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.conformance import Fault, FaultyStore
 from kvparams_connectors.conformance.faults import Operation
 from kvparams_connectors.conformance.toy_engine import WAIT_S, block_table, save_sequence, toy_engine
+from kvparams_connectors.hashed_copy import CopyPairs
 from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode
-from kvparams_connectors.stores.extents import CopyPairs
 from kvparams_connectors.stores.file.store import FileStore
 from kvparams_connectors.stores.memory.store import MemoryStore
 from kvparams_connectors.stores.tiered.store import TieredStore

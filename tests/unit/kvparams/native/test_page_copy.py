@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvparams.native import NATIVE
 from kvparams.pages import HEADER_BYTES
-from kvparams_connectors.stores import value_copy
+from kvparams_connectors import hashed_copy
 
 if NATIVE is None:
     pytest.skip("asked to do without native code, or there is no compiler", allow_module_level=True)
@@ -66,8 +66,13 @@ def test_values_are_copied_and_hashed(
         assert set(target[:GUARD].tolist() + target[-GUARD:].tolist()) == {0xA5}, "written outside of the target"
 
 
-@given(st.lists(SIZES, max_size=3), st.lists(st.integers(0, 300_000), max_size=3), st.integers(0, 99))
-def test_the_python_code_says_the_same(sizes: list[int], places: list[int], seed: int) -> None:
+@given(
+    st.lists(SIZES, max_size=3),
+    st.lists(st.integers(0, 300_000), max_size=3),
+    st.sampled_from([0, HEADER_BYTES, 5_000]),
+    st.integers(0, 99),
+)
+def test_the_python_code_says_the_same(sizes: list[int], places: list[int], skip: int, seed: int) -> None:
     def copied() -> tuple[list[int], list[bytes]]:
         targets = [np.zeros(size, dtype=np.uint8) for size in sizes]
         sources = [np.frombuffer(Random(seed).randbytes(size), dtype=np.uint8) for size in sizes]
@@ -75,10 +80,10 @@ def test_the_python_code_says_the_same(sizes: list[int], places: list[int], seed
             list(zip(cut(target, places), cut(source, places), strict=True))
             for target, source in zip(targets, sources, strict=True)
         ]
-        return value_copy.copy_values(pairs), [target.tobytes() for target in targets]
+        return hashed_copy.copy_hashed(pairs, skip), [target.tobytes() for target in targets]
 
     native = copied()
-    with patch.object(value_copy, "NATIVE", None):
+    with patch.object(hashed_copy, "NATIVE", None):
         assert copied() == native
 
 
@@ -138,5 +143,5 @@ def test_memory_that_cannot_be_used_is_refused() -> None:
 def test_overlapping_memory_is_copied_by_python_as_numpy_does() -> None:
     memory = np.arange(200, dtype=np.uint8)
     expected = memory[:100].tobytes()
-    value_copy.copy_values([[(memory[50:150], memory[:100])]])
+    hashed_copy.copy_hashed([[(memory[50:150], memory[:100])]])
     assert memory[50:150].tobytes() == expected
