@@ -14,23 +14,21 @@ from benchmarks.scenarios import SCENARIOS
 __all__ = ["plot"]
 
 _COLUMNS: Final = 2
-_PANEL_WIDTH: Final = 450
-_NAMES_WIDTH: Final = 120
-_VALUES_WIDTH: Final = 70
+_PANEL_WIDTH: Final = 470
+_NAMES_WIDTH: Final = 126
+_VALUES_WIDTH: Final = 96
 _ROW_HEIGHT: Final = 22
 _TITLE_HEIGHT: Final = 30
 _AXIS_HEIGHT: Final = 34
 _MARGIN: Final = 14
 _STYLE: Final = """
-svg{--back:#ffffff;--ink:#1f2328;--soft:#59636e;--line:#d1d9e0;--ours:#0969da;--peer:#bc4c00;--floor:#818b98}
+text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#1f2328}
+text.title,text.bold{font-weight:600}text.soft{fill:#59636e;font-size:11px}
+.back{fill:#ffffff}.grid{stroke:#d1d9e0}.span{stroke-width:3;stroke-linecap:round;stroke-opacity:.55}
+.ours{fill:#0969da;stroke:#0969da}.peer{fill:#bc4c00;stroke:#bc4c00}.floor{fill:#818b98;stroke:#818b98}
 @media (prefers-color-scheme:dark){
-svg{--back:#0d1117;--ink:#f0f6fc;--soft:#9198a1;--line:#3d444d;--ours:#4493f8;--peer:#f0883e;--floor:#9198a1}}
-text{font:12px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:var(--ink)}
-.back{fill:var(--back)}.title{font-weight:600}.soft{fill:var(--soft);font-size:11px}
-.grid{stroke:var(--line);stroke-width:1}
-.ours{fill:var(--ours);stroke:var(--ours)}.peer{fill:var(--peer);stroke:var(--peer)}
-.floor{fill:var(--floor);stroke:var(--floor)}.span{stroke-width:3;stroke-linecap:round;stroke-opacity:.55}
-text.bold{font-weight:600}
+text{fill:#f0f6fc}text.soft{fill:#9198a1}.back{fill:#0d1117}.grid{stroke:#3d444d}
+.ours{fill:#4493f8;stroke:#4493f8}.peer{fill:#f0883e;stroke:#f0883e}.floor{fill:#9198a1;stroke:#9198a1}}
 """
 
 
@@ -77,7 +75,7 @@ def _panel(scenario: str, compared: Sequence[Comparison]) -> str:
         low, middle, high = (start + value * scale for value in (each.value.low, each.value.median, each.value.high))
         kind = "ours" if each.is_ours else "floor" if each.router.startswith("floor") else "peer"
         bold = ' class="bold"' if each.is_ours else ""
-        told = f"{each.value.median:.0f} µs" + ("" if each.is_ours else f", x {each.ours.median:.2f}")
+        told = f"{each.value.median:.0f} µs" + ("" if each.is_ours else f" ({each.ours.median:.2f})")
         parts.append(f'<text{bold} x="{start - 8}" y="{y + 4:.1f}" text-anchor="end">{escape(each.router)}</text>')
         parts.append(f'<line class="{kind} span" x1="{low:.1f}" y1="{y:.1f}" x2="{high:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<circle class="{kind}" cx="{middle:.1f}" cy="{y:.1f}" r="4"/>')
