@@ -44,6 +44,11 @@ class Scenario:
         return "/v1/chat/completions" if self.prompt == "chat" else "/v1/completions"
 
     @property
+    def shared(self) -> float:
+        """The part of a prompt that all requests have in common: what an engine's cache would have of it."""
+        return _SHARED if self.prompt == "ids" else 1.0
+
+    @property
     def events(self) -> int | None:
         """Events of one stream, `[DONE]` included."""
         return self.max_tokens + 1 if self.stream else None

@@ -4,9 +4,10 @@
  *
  * It serves completions and chats, whole and streamed, in the shapes of vLLM 0.32, and answers a prefill leg as vLLM's
  * NixlConnector or as an SGLang prefill server does. Every event of a stream is one send(2), as engines send them.
- * GET /stats returns the counters of every port, /reset clears them, /set?itl_ms=N paces streams.
+ * GET /stats returns the counters of every port, /reset clears them. /set?itl_ms=N&cached=SHARE paces streams and says
+ * how much of each prompt engines find in their caches.
  *
- * tests/support/stub_engine.py plays engines for tests; this program exists because it is ten times as fast. */
+ * tests/support/stub_engine.py plays engines for tests; this program takes less than half as much CPU. */
 #define _GNU_SOURCE
 #include "http_server.h"
 
@@ -18,6 +19,7 @@
 enum { BLOCK_TOKENS = 16, MAX_BLOCKS = 4000, BLOCK_ID_BYTES = 5, EDGE_BYTES = 8192 };
 
 static uint64_t itl_ns;
+static double cached_share; /* of each prompt, what engines say that they found in their caches */
 static unsigned long next_id = 1;
 static Connection *first_paced, *last_paced;
 static char block_ids[MAX_BLOCKS * BLOCK_ID_BYTES + 1];
@@ -53,12 +55,13 @@ static int has_path(const Request *request, const char *path, int whole) {
 
 static int is_true(const char *value) { return value && *value == 't'; }
 
-static void usage(Connection *connection, long completion_tokens, int cached) {
+static void usage(Connection *connection, long completion_tokens, int with_kv) {
     long prompt = (long)connection->body_size / 4 + 1;
     appendf(connection,
             "\"usage\":{\"prompt_tokens\":%ld,\"total_tokens\":%ld,\"completion_tokens\":%ld,"
             "\"prompt_tokens_details\":{\"cached_tokens\":%ld}}",
-            prompt, prompt + completion_tokens, completion_tokens, cached ? prompt - 1 : 0);
+            prompt, prompt + completion_tokens, completion_tokens,
+            with_kv ? prompt - 1 : (long)(cached_share * (double)(prompt - 1)));
 }
 
 /* Appends the answer to a request that does not stream; `nixl_prefill`: with the names of the prompt's KV blocks. */
@@ -216,7 +219,9 @@ static void control(Connection *connection, const Request *request) {
             engine->requests = engine->prefill = engine->decode_with_kv = engine->bootstrap = engine->aborted = 0;
         }
     } else if (has_path(request, "/set?itl_ms=", 0)) {
-        itl_ns = (uint64_t)(strtod(request->path + 12, NULL) * 1e6);
+        char *end;
+        itl_ns = (uint64_t)(strtod(request->path + 12, &end) * 1e6);
+        if (!strncmp(end, "&cached=", 8)) cached_share = strtod(end + 8, NULL);
     } else {
         for (size_t each = 0; each < sizeof fixed / sizeof *fixed; each++) {
             if (!has_path(request, fixed[each].path, 0)) continue;

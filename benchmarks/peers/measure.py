@@ -124,7 +124,7 @@ class Bench:
             body.write_bytes(scenario.body)
         header = router.header if router else ""
         ask = Ask(body, scenario.path, events=scenario.events, header=header)
-        http_get(f"{self._stub_url}/set?itl_ms={scenario.itl_ms}")
+        http_get(f"{self._stub_url}/set?itl_ms={scenario.itl_ms}&cached={scenario.shared}")
         http_get(f"{self._stub_url}/reset")
         before, engines_before = tree_usage(pid) if pid else None, tree_usage(self._stub_pid)
         try:

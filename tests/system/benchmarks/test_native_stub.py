@@ -74,6 +74,12 @@ def test_of_two_members_of_one_name_the_last_counts(stub: Stub) -> None:
     assert json.loads(stub.ask(stub.decode, body))["usage"]["completion_tokens"] == 2
 
 
+def test_engines_report_the_share_of_a_prompt_that_they_are_told_to_have_cached(stub: Stub) -> None:
+    http_get(f"http://127.0.0.1:{stub.prefill}/set?itl_ms=0.0&cached=0.5")
+    usage = json.loads(stub.ask(stub.prefill, b'{"prompt":"%b"}' % (b"a" * 400)))["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == (usage["prompt_tokens"] - 1) // 2
+
+
 def test_a_prefill_engine_of_sglang_answers_one_token(stub: Stub) -> None:
     body = json.dumps({"prompt": "a", "max_tokens": 5, "bootstrap_room": 7}).encode()
     assert json.loads(stub.ask(stub.prefill, body))["usage"]["completion_tokens"] == 1
