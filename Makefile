@@ -23,7 +23,7 @@ OR_SAY = || { echo "$(@D) is not complete: what pip said stands above; the same 
 # Tests start processes by the hundred: these read what was compiled before, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs help install install-lmcache install-vllm test-vllm test-vllm-long install-sglang test-sglang servers demo serve check unit fast lint native asan test test-long soak bench-proxy bench-protocol bench-index bench-store clean
+.PHONY: docs help install install-lmcache install-vllm test-vllm test-vllm-long install-peers install-sglang test-sglang servers demo serve check unit fast lint native asan test test-long soak bench-peers bench-proxy bench-protocol bench-index bench-store clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
@@ -41,7 +41,9 @@ help:
 	@echo "make test         the above and what runs servers, seconds each (6 min)"
 	@echo "make test-long    more examples, long simulations, faults, measurements (20 min)"
 	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
-	@echo "make bench-proxy  CPU per request of the proxy, against its floor"
+	@echo "make bench-peers  the proxy beside three Rust routers: CPU per request, throughput, latency (10 min, a C compiler)"
+	@echo "                  QUICK=1: shorter rounds, 2 to 3 min"
+	@echo "make bench-proxy  CPU per request of the proxy, beside its floors alone"
 	@echo "make bench-protocol  CPU of the protocol on the request path, beside msgspec"
 	@echo "make bench-index  speed, memory and pauses of the prefix index, beside Dynamo's"
 	@echo "make bench-store  speed of the stores, against memcpy"
@@ -183,8 +185,19 @@ soak: $(READY) servers install-lmcache .cache/oldest/.ready
 	$(BIN)/pytest -m slow --soak --timeout 3600
 	$(BIN)/pytest -m "hypothesis and not slow" --hypothesis-profile=searching --timeout 3600
 
+# The routers that others use, from their wheels.
+install-peers: .venv-peers/.ready
+
+.venv-peers/.ready: Makefile
+	$(PYTHON) -m venv $(@D)
+	$(PIP) $(INSTALL) vllm-router==0.1.17 sglang-router==0.3.2 smg==1.13.0 $(OR_SAY)
+	@touch $@
+
+bench-peers: $(READY) install-peers
+	$(BIN)/python -m benchmarks.peers $(if $(QUICK),--quick)
+
 bench-proxy: $(READY)
-	$(BIN)/python benchmarks/proxy_bench.py
+	$(BIN)/python -m benchmarks.peers --peers none --parts defaults $(if $(QUICK),--quick)
 
 bench-protocol: $(READY)
 	$(BIN)/python -m benchmarks.protocol_bench

@@ -1,4 +1,6 @@
-"""The load generator's HTTP client: connections that time and check every answer.
+"""The HTTP client that plays traces (`replay/arrivals.py`): connections that time and check every answer.
+
+Requests of a trace differ; where all are alike, `load_process.py` runs a generator that costs less.
 
 An answer counts only if it is right. Status 200, framed to its end, and a stream must hold exactly the events it should
 and end with `[DONE]`; anything else is an error with a name, and its time is in no percentile. Events end with an empty

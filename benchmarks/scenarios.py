@@ -1,23 +1,24 @@
 """Defines the requests of a measurement: prompts of a size, whole or streamed, at a concurrency. Pure.
 
 The same scenario is the same bytes in every run, up to the counter that makes each prompt another. Names: `ns` whole
-answers, `stb` streams as fast as the engine can, `st` streams paced at 20 ms; `s` 200 and `l` 8,000 tokens of prompt;
-the number is how many requests are in flight.
+answers to a text prompt, `chat` the same as a chat, `ids` the same as token ids, `stb` streams as fast as the engine
+can, `st` streams paced at 20 ms; `s` 200 and `l` 8,000 tokens of prompt; the number is how many requests are in flight.
 """
 
 import json
 import random
 from dataclasses import dataclass
-
-from benchmarks.load_client import Target
+from typing import Final, Literal
 
 __all__ = ["SCENARIOS", "Scenario"]
 
-_MODEL = "stub"
-_WORDS = (
+_MODEL: Final = "stub"
+_WORDS: Final = (
     "a key page lease block token cache engine prefill decode reads holds sends waits while each of the next one is at "
     "rest and then again before it moves to where some other part had been in short order by way of this"
 )
+_SHARED: Final = 0.73
+"""The part of a prompt of token ids that all requests have in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,14 +26,27 @@ class Scenario:
     """A `Scenario` is a row of the table."""
 
     name: str
+    title: str
+    """For a plot."""
     prompt_tokens: int
-    """Words of about one token each."""
+    """Token ids, or words of about one token each."""
     stream: bool
     max_tokens: int
     concurrency: int
     requests: int
     """In one round of the closed loop; set so that a round takes a second or two."""
     itl_ms: float = 0.0
+    prompt: Literal["text", "chat", "ids"] = "text"
+
+    @property
+    def path(self) -> str:
+        """Where requests go."""
+        return "/v1/chat/completions" if self.prompt == "chat" else "/v1/completions"
+
+    @property
+    def shared(self) -> float:
+        """The part of a prompt that all requests have in common: what an engine's cache would have of it."""
+        return _SHARED if self.prompt == "ids" else 1.0
 
     @property
     def events(self) -> int | None:
@@ -42,22 +56,36 @@ class Scenario:
     @property
     def body(self) -> bytes:
         """The request body, with the place of the counter in it."""
+        end = {"max_tokens": self.max_tokens, "temperature": 0.0, "stream": self.stream}
         draw = random.Random(self.name)
-        prompt = " ".join([*draw.choices(_WORDS.split(), k=self.prompt_tokens), "@@@@@@@@"])
-        document = {"model": _MODEL, "prompt": prompt, "max_tokens": self.max_tokens, "temperature": 0.0}
-        return json.dumps({**document, "stream": self.stream}).encode()
+        if self.prompt == "ids":
+            ids = [str(each) for each in draw.choices(range(1000, 128_000), k=self.prompt_tokens)]
+            ids[int(_SHARED * self.prompt_tokens)] = "2@@@@@@@@"
+            return b'{"model": "stub", "prompt": [%b], %b' % (", ".join(ids).encode(), json.dumps(end)[1:].encode())
+        text = " ".join([*draw.choices(_WORDS.split(), k=self.prompt_tokens), "@@@@@@@@"])
+        if self.prompt == "chat":
+            messages = [{"role": "system", "content": "You are helpful."}, {"role": "user", "content": text}]
+            return json.dumps({"model": _MODEL, "messages": messages, **end}).encode()
+        return json.dumps({"model": _MODEL, "prompt": text, **end}).encode()
 
-    def target(self, port: int) -> Target:
-        """This scenario, asked of the server on that port."""
-        return Target(port=port, path="/v1/completions", body=self.body, stream=self.stream, events=self.events)
+
+def _whole(name: str, title: str, tokens: int, requests: int, prompt: Literal["text", "chat", "ids"]) -> Scenario:
+    return Scenario(name, title, tokens, False, max_tokens=16, concurrency=64, requests=requests, prompt=prompt)
 
 
-SCENARIOS = {
+def _stream(name: str, title: str, requests: int, itl_ms: float) -> Scenario:
+    return Scenario(name, title, 200, True, max_tokens=64, concurrency=64, requests=requests, itl_ms=itl_ms)
+
+
+SCENARIOS: Final = {
     scenario.name: scenario
     for scenario in (
-        Scenario("ns-s-64", prompt_tokens=200, stream=False, max_tokens=16, concurrency=64, requests=4000),
-        Scenario("ns-l-64", prompt_tokens=8000, stream=False, max_tokens=16, concurrency=64, requests=2500),
-        Scenario("stb-s-64", prompt_tokens=200, stream=True, max_tokens=64, concurrency=64, requests=2000),
-        Scenario("st-s-64", prompt_tokens=200, stream=True, max_tokens=64, concurrency=64, requests=128, itl_ms=20),
+        _whole("ns-s-64", "200 tokens, whole answer", 200, 6000, "text"),
+        _whole("ns-l-64", "8,000 tokens, whole answer", 8000, 3000, "text"),
+        _whole("chat-s-64", "chat of 200 tokens, whole answer", 200, 6000, "chat"),
+        _whole("chat-l-64", "chat of 8,000 tokens, whole answer", 8000, 3000, "chat"),
+        _whole("ids-l-64", "8,000 token ids, whole answer", 8000, 3000, "ids"),
+        _stream("stb-s-64", "stream of 64 events, burst", 2000, 0.0),
+        _stream("st-s-64", "stream of 64 events, 20 ms apart", 128, 20.0),
     )
 }

@@ -40,6 +40,7 @@ ALLOWED: Final[dict[str, tuple[int, str]]] = {
     "system/adversary/clients.py": (1, CLIENT),
     "system/adversary/lifecycle_cases.py": (2, CLIENT),
     "system/adversary/test_adversary.py": (1, PACE),
+    "system/benchmarks/test_load_generator.py": (2, f"{MOMENT}; {FAULT}"),
     "system/chaos/backings.py": (3, FAULT),
     "system/chaos/cluster.py": (1, FAULT),
     "system/chaos/cutting.py": (1, "what was written must be read before the reset that follows; no event tells of it"),
