@@ -146,6 +146,25 @@ def test_a_slow_peer_pauses_the_writer_and_nothing_is_lost(
     )
 
 
+@pytest.mark.parametrize("how", ["take", "abort", "reset"])
+def test_the_end_does_not_overtake_what_waits_to_be_written(
+    how: str, loop: VirtualLoop, connection: tuple[Socket, _Protocol, _Peer]
+) -> None:
+    """Of a connection that breaks the peer hears no more than the end."""
+    socket, protocol, peer = connection
+    socket.stop_taking()
+    socket.write(b"all")
+    socket.write_eof()
+    loop.run_until(loop.time() + 1.0)
+    assert peer.heard == []
+    with pytest.raises(RuntimeError):
+        socket.write(b"more")
+    getattr(socket, how)()
+    loop.run_until(loop.time() + 1.0)
+    assert peer.heard == ([b"all", "closed"] if how == "take" else ["closed"])
+    assert bool(protocol.heard) is (how != "take")
+
+
 def test_while_nobody_reads_nothing_is_heard(loop: VirtualLoop, connection: tuple[Socket, _Protocol, _Peer]) -> None:
     socket, protocol, _ = connection
     socket.pause_reading()
