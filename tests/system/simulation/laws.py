@@ -293,8 +293,10 @@ def after_the_end(world: "World") -> Iterator[str]:
         garbage += sum(client.script.pieces > 1 for client in world.clients)
     if counted := _inside(world.connections, "_by_address"):
         yield f"connections are counted by address: {counted}"
-    if not world.begun == logged <= outcomes <= logged + garbage or not lines.closed:
-        yield f"{world.begun} requests have begun, {outcomes} outcomes are counted, {logged} logged, {lines.closed}"
+    requests = world.begun + world.refused
+    if not requests == logged <= outcomes <= logged + garbage or not lines.closed:
+        begun = f"{world.begun} requests have begun, {world.refused} are refused before"
+        yield f"{begun}, {outcomes} outcomes are counted, {logged} logged, {lines.closed}"
 
 
 def _inside(thing: object, name: str) -> Any:

@@ -19,6 +19,7 @@ from kvparams.routing.breaker import BreakerLimits
 from kvparams_proxy.cli.queue_sidecar import queue_instance, queue_upstream_factory
 from kvparams_proxy.config.mode_parsing import parse_mode_flag
 from kvparams_proxy.config.settings import Settings
+from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.requests.authentication import AuthenticatedClient as KnownClient
 from kvparams_proxy.requests.authentication import tenant_cache_salt
@@ -128,6 +129,8 @@ class World:
         """Since when each request runs."""
         self.begun = 0
         self.ended = 0
+        self.refused = 0
+        """Of requests that have not come to their end: they are answered and recorded, and never begin."""
         self.ended_at = self.loop.time()
         """The last one."""
         self.connections: ClientConnections
@@ -510,6 +513,11 @@ class _Counted:
                 known = KnownClient("key", ask.tenant, ask.priority, tenant_cache_salt(ask.tenant, None))
                 admission = admission._replace(client=known)
         self._endpoint.handle(admission, body, downstream, done)
+
+    def refuse(self, admission: Any, error: ProxyError, downstream: Any) -> None:
+        """See `DirectEndpoint`."""
+        self._world.refused += 1
+        self._endpoint.refuse(admission, error, downstream)
 
 
 def _fleet(scenario: Scenario) -> tuple[tuple[Role, int], ...]:
