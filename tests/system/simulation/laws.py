@@ -9,7 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from kvparams.instances import Role
+from kvparams.routing.pairing import PairKey, pair_key
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
+from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.probes import Prober
 from kvparams_proxy.fleet.queue_depth_reader import QueueDepthReader
 from kvparams_proxy.queue.pending_reply import PendingReply
@@ -54,10 +57,25 @@ def while_running(world: "World") -> Iterator[str]:
     for role, dispatcher in _inside(world.resources.fleet, "_roles").items():
         if not dispatcher.waiting_legs or _inside(dispatcher, "_slow").active or scenario.leg_tokens is not None:
             continue
-        degrees = ([one for one in members if one.instance.role is role and one.is_usable(n)] for n in range(3))
-        able = next((found for found in degrees if found), members[:0])
-        if able and all(one.in_flight < (scenario.legs or 1) for one in able):
-            yield f"{dispatcher.waiting_legs} wait for {role}, where everybody has room"
+        waiting = [ticket.item.paired_with for ticket in _inside(_inside(dispatcher, "_room"), "_queue").list_waiting()]
+        able = [_able(members, role, beside) for beside in waiting]
+        idle = sum(bool(them) and all(one.in_flight < (scenario.legs or 1) for one in them) for them in able)
+        if idle:
+            yield f"{idle} wait for {role}, where everybody has room"
+
+
+def _able(members: list[Member], role: Role, beside: PairKey | Role | None) -> list[Member]:
+    """The members that a leg may be given to: those that are least suspected, of those with a partner no more so."""
+    for suspicion in range(3):
+        usable = [one for one in members if one.is_usable(suspicion)]
+        found = [one for one in usable if one.instance.role is role]
+        keys = {each: {pair_key(one.instance) for one in usable if one.instance.role is each} for each in Role}
+        if beside is not None:
+            wanted = {beside} if isinstance(beside, PairKey) else keys[beside]
+            found = [one for one in found if pair_key(one.instance) in wanted]
+        if found or (not suspicion and isinstance(beside, PairKey) and keys[Role.PREFILL] & keys[Role.DECODE]):
+            return found  # a request leaves for a pair that is well rather than use a suspect
+    return []
 
 
 def between_turns(world: "World") -> Iterator[str]:
