@@ -43,7 +43,7 @@ from tests.system.simulation.language import tokenize
 from tests.system.simulation.legs import Held, Leg
 from tests.system.simulation.network import Network, Socket
 from tests.system.simulation.nodes import POOL, PREFILL, Nodes
-from tests.system.simulation.replaced import Budget
+from tests.system.simulation.replaced import Budget, Numbers
 from tests.system.simulation.scenario import MODES, Operation, Scenario, Stop, draw
 
 __all__ = ["Run", "World", "run"]
@@ -533,4 +533,5 @@ def _named(instance: Instance, name: str) -> Instance:
 
 def run(seed: int, modes: Mapping[str, int] = MODES) -> Run:
     """One seed, in one of these modes."""
+    Numbers.restart()
     return World(draw(seed, modes)).run()
