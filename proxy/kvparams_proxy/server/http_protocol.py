@@ -145,6 +145,11 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
         return self.limit_s == _IDLE_S and not self._input_ignored
 
     @property
+    def has_unsent(self) -> bool:
+        """See `ClientConnection.has_unsent`."""
+        return self.transport.get_write_buffer_size() > 0
+
+    @property
     def has_left(self) -> bool:
         """See `ClientConnection.has_left`. While something is read, the event loop tells."""
         if not self._reading_paused:

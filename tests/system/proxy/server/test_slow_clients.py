@@ -34,9 +34,15 @@ class Edge(NamedTuple):
     """A server with one connection."""
 
     loop: VirtualLoop
+    network: Network
+    context: ServerContext
     socket: Socket
     client: Client
     connections: ClientConnections
+
+    def connect(self) -> tuple[Socket, Client]:
+        client = Client()
+        return self.network.open(HTTPProtocol(self.context), client), client
 
     def run_for(self, seconds: float) -> None:
         self.loop.run_until(self.loop.time() + seconds)
@@ -52,14 +58,15 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 def edge() -> Iterator[Edge]:
-    loop, client = VirtualLoop(), Client()
+    loop = VirtualLoop()
     asyncio._set_running_loop(loop)
-    connections = ClientConnections(loop, ConnectionLimits(10))
+    connections = ClientConnections(loop, ConnectionLimits(1))
     context = ServerContext(loop, app, {}, {}, connections, lambda error: None)
-    socket = Network(loop, lambda: 0.0).open(HTTPProtocol(context), client)
+    network, client = Network(loop, lambda: 0.0), Client()
+    socket = network.open(HTTPProtocol(context), client)
     socket.high_water = 0
-    yield Edge(loop, socket, client, connections)
-    socket.abort()
+    yield Edge(loop, network, context, socket, client, connections)
+    connections.abort()
     loop.run_until(loop.time() + 2.0)
     asyncio._set_running_loop(None)
     assert loop.faults == []
@@ -111,3 +118,35 @@ def test_a_client_that_has_its_last_answer_may_stay_for_a_moment_only(edge: Edge
     assert len(edge.connections) == 1, "it may still read"
     edge.run_for(4.0)
     assert len(edge.connections) == 0
+
+
+def test_a_client_that_has_not_taken_its_answer_does_not_make_room(edge: Edge) -> None:
+    """Its answer is below the transport's high-water mark, so that its connection counts as idle."""
+    edge.socket.high_water = 1 << 16
+    edge.socket.stop_taking()
+    edge.socket.arrive(HEAD + b"\r\n{}")
+    edge.run_for(1.0)
+    refused = edge.connect()[1]
+    edge.run_for(1.0)
+    assert refused.text.startswith(b"HTTP/1.1 503 ")
+    edge.socket.take()
+    edge.run_for(1.0)
+    assert edge.client.text.endswith(b"x" * 100)
+    assert not edge.client.is_closed
+    socket, served = edge.connect()
+    edge.run_for(0.0)
+    assert edge.client.is_closed, "the control: it makes room now"
+    socket.arrive(LAST)
+    edge.run_for(1.0)
+    assert served.text.endswith(b"x" * 100)
+
+
+def test_a_client_that_takes_nothing_keeps_its_place_no_longer_than_an_idle_one(edge: Edge) -> None:
+    edge.socket.high_water = 1 << 16
+    edge.socket.stop_taking()
+    edge.socket.arrive(HEAD + b"\r\n{}")
+    edge.run_for(1.0)
+    edge.connect()
+    edge.run_for(80.0)
+    assert len(edge.connections) == 0
+    assert edge.client.is_closed
