@@ -55,7 +55,7 @@ EQUIVALENT: dict[str, str] = {
     "leg_runner:LegRunner._release_decode: running.abort(wrong)": "what is wrong with an event is found when it is held",
     "kvparams.routing.managers.leg_documents:LegDocuments.leg_changes: self._templates.clear()": _CACHE,
     "candidates:Candidates._find: self._candidates.clear()": _CACHE,
-    "dispatcher:Dispatcher._choose: self._candidates.clear()": "no release: it lets a trial be the only one",
+    "candidates:Candidates.forget_candidates: self._candidates.clear()": "no release: it lets a trial be the only one",
     "dispatcher:Dispatcher.released: self._room.record_leg_end()": "it only measures, for Retry-After",
     "kvparams.routing.fair_queue:FairQueue._head: del self._lanes[lane]": "an empty heap is like none, and dropped in time",
     "kvparams.routing.fair_queue:FairQueue._compact: del flow.lanes[lane]": f"{_LIMIT}fewer than 64 give up",
