@@ -21,6 +21,7 @@ from kvparams_proxy.sidecar.inprocess import InProcessExchange, InProcessUpstrea
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from tests.system.simulation import queue_laws
 from tests.system.simulation.replaced import Lines
+from tests.system.simulation.scenario import Client
 
 if TYPE_CHECKING:
     from tests.system.simulation.world import World
@@ -309,13 +310,17 @@ def after_the_end(world: "World") -> Iterator[str]:
     garbage = sum(client.script.garbage for client in world.clients)  # it is counted, but nothing is known to be logged
     garbage += sum(world.connections.refused_counts.values())
     if world.scenario.stop is not None:  # a head of which only a part had come is refused likewise
-        garbage += sum(client.script.pieces > 1 for client in world.clients)
+        garbage += sum(_is_sent_in_pieces(client.script) for client in world.clients)
     if counted := _inside(world.connections, "_by_address"):
         yield f"connections are counted by address: {counted}"
     requests = world.begun + world.refused
     if not requests == logged <= outcomes <= logged + garbage or not lines.closed:
         begun = f"{world.begun} requests have begun, {world.refused} are refused before"
         yield f"{begun}, {outcomes} outcomes are counted, {logged} logged, {lines.closed}"
+
+
+def _is_sent_in_pieces(script: Client) -> bool:
+    return script.pieces > 1 or (script.leave is not None and script.leave.body is not None)
 
 
 def _inside(thing: object, name: str) -> Any:
