@@ -54,6 +54,10 @@ class Candidates:
         """Returns the pair keys of candidates that are neither suspected nor to be avoided."""
         return self._keys(self.role, model, avoid, 0)
 
+    def forget_candidates(self) -> None:
+        """Forgets the remembered candidates: fewer instances may be chosen than before."""
+        self._candidates.clear()
+
     # inside
 
     def _find(self, model: str | None, beside: PairKey | Role | None = None) -> list[Member]:

@@ -58,6 +58,8 @@ class Dispatcher(Candidates):
         """Counts the legs that were given to suspected instances because no other could be given any."""
         self.load_changed: Callable[[Member], None] | None = None
         """Told of members that were chosen, where other proxies should know."""
+        self.trial_began: Callable[[], None] = self.forget_candidates
+        """Called when an instance is chosen for its trial; the fleet has all roles forget their candidates."""
         self._careful = False
         """Whether a slow start, a breaker that is not closed, or what is cached has a say now."""
         self._policy = policy
@@ -248,7 +250,7 @@ class Dispatcher(Candidates):
             if chosen.breaker.allows_requests:
                 chosen.breaker.begin_trial()
                 chosen.trial = facts
-                self._candidates.clear()
+                self.trial_began()
             else:
                 self.panic_legs += 1
         return chosen

@@ -116,6 +116,7 @@ class FleetMembers:
         }
         self._paired = self._has_several_pair_keys()  # whether it matters who is paired with whom
         for dispatcher in self._roles.values():
+            dispatcher.trial_began = self._trial_began
             dispatcher.changed()
 
     @property
@@ -307,6 +308,11 @@ class FleetMembers:
     def _breaker_changed(self, member: Member) -> None:
         self._states.log_member(member, "its legs work again")
         self._changed(member)
+
+    def _trial_began(self) -> None:
+        """Has all roles look again who may be chosen: an instance on trial is no partner for further legs."""
+        for dispatcher in self._roles.values():
+            dispatcher.forget_candidates()
 
     def _changed(self, member: Member) -> None:
         """Tells the dispatchers that a member has changed; all of them where pairs matter."""

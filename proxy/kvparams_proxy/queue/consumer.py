@@ -42,7 +42,7 @@ _MOST_BYTES: Final = 8 << 20
 """Of answers that the broker has not taken: more, and engines are slowed down."""
 _PATHS: Final = frozenset(each.path for each in ENDPOINTS)
 _FAULTS: Final = 500
-_CALLED_OFF: Final = 10_000
+_REMEMBERED: Final = 10_000
 """Ids of work that is not run when it comes."""
 _TELL_S: Final = 2.0
 """For those to be told whose work does not end in time, when this ends."""
@@ -85,8 +85,9 @@ class WorkConsumer:
         self.now: Final = self._loop.time
         self._leave_s = leave_s
         self._running: dict[str, RunningWork] = {}
-        self._called_off: dict[str, None] = {}
-        """Work that somebody has cancelled and that has not come, as a rule; the latest at the end."""
+        self._not_run: dict[str, bool] = {}
+        """Work that is not run when it comes, the latest at the end. True: somebody has cancelled it, and it has not
+        come, as a rule. False: it has run here, and the broker has it twice where a confirmation was lost."""
         self._watch = Deadlines(self._loop)
         self._outbox = Outbox(_MOST_BYTES, self._hold)
         self._reads: AbstractChannel | None = None
@@ -166,6 +167,7 @@ class WorkConsumer:
         """See `WorkOwner.work_finished`."""
         self._watch.stop(running)
         self._running.pop(running.id, None)
+        self._remember(running.id, cancelled=False)
         self._counts["done" if running.complete else "cancelled"] += 1
         if not running.complete:
             self._appetite.release_trial()
@@ -212,9 +214,12 @@ class WorkConsumer:
         if running is not None:
             running.on_control(control.order)
         elif control.order == "cancel":
-            self._called_off[control.id] = None
-            if len(self._called_off) > _CALLED_OFF:
-                del self._called_off[next(iter(self._called_off))]
+            self._remember(control.id, cancelled=True)
+
+    def _remember(self, id: str, *, cancelled: bool) -> None:
+        self._not_run[id] = cancelled
+        if len(self._not_run) > _REMEMBERED:
+            del self._not_run[next(iter(self._not_run))]
 
     async def _take(self, message: DeliveredMessage) -> None:
         """Handles new work."""
@@ -234,8 +239,8 @@ class WorkConsumer:
         elif message.redelivered:  # before what is called off: somebody may wait for the node that had it
             self._counts["lost"] += 1
             self._say(tag, write_result(WorkLost(work.id, self.node)), work.id, well=True)
-        elif work.id in self._called_off:
-            self._counts["cancelled"] += 1
+        elif (cancelled := self._not_run.get(work.id)) is not None:
+            self._counts["cancelled"] += cancelled
             self._acknowledge(tag)
         else:
             self._begin(tag, work)

@@ -142,7 +142,7 @@ class PendingReply:
         """Whether it was ever told."""
         self._heard_s = 0.0
         self._asked = False
-        """Whether the node is in doubt: nobody else would say that it is gone."""
+        """Whether the node, or what it said last, is in doubt: nobody else would tell."""
         self._timer: asyncio.TimerHandle | None = None
 
     # as a `ExchangeHandle`
@@ -243,6 +243,11 @@ class PendingReply:
         if not self._more:
             self._deliver()
 
+    def on_broker_opened(self) -> None:
+        """Handles a new connection to the broker: results may be lost, with a queue that has expired meanwhile."""
+        if self._node is not None:
+            self._doubt()
+
     def on_malformed(self, malformed: MalformedMessage) -> None:
         """Handles a message that cannot be parsed: the response would have a gap."""
         if self._node is None:
@@ -334,14 +339,20 @@ class PendingReply:
         if self._node is None:
             self._gone()
         elif not self._asked:
-            self._asked = True
-            self._heard_s = self._owner.now()
-            self._ask()
+            self._doubt()
+
+    def _doubt(self) -> None:
+        """Asks the node until the answer ends, beginning now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._asked = True
+        self._heard_s = self._owner.now()
+        self._ask()
 
     def _ask(self) -> None:
         if self._node is None:
             return
-        if self._owner.now() - self._heard_s > _SILENT_S:
+        if min(self._owner.now() - self._heard_s, self._owner.connected_for_s) > _SILENT_S:
             self._gone()
             return
         self._owner.send_control(self._node, "ask", self._id, self._asked_at)

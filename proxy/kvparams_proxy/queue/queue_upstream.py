@@ -205,6 +205,8 @@ class QueueUpstream:
         self._settled.opened(reads)
         await reads.basic_consume(queue, self._heard)
         self._outbox.opened(writes)
+        for awaited in list(self._running.values()):
+            awaited.on_broker_opened()
 
     def _lost(self) -> None:
         self._settled.closed()

@@ -56,6 +56,11 @@ class ClientConnection(Protocol):
         ...
 
     @property
+    def has_unsent(self) -> bool:
+        """True while a part of an answer waits for the client to take it."""
+        ...
+
+    @property
     def has_left(self) -> bool:
         """True if the client has left while the connection was not read. The event loop does not notice this."""
         ...
@@ -202,12 +207,14 @@ class ClientConnections:
     def _make_room(self) -> bool:
         """Closes the longest idle connections, and returns whether there were any.
 
-        Without idle ones it closes those whose heads have been under way for longest.
+        Without idle ones it closes those whose heads have been under way for longest. One whose client has not taken
+        its answer is neither: closed in order it would stay open, uncounted, for as long as that client likes.
         """
         before = self._loop.time() - _UNREAD_S
-        waiting = [connection for connection in self._open if connection.idle and connection.since_s <= before]
+        waiting = [each for each in self._open if each.idle and each.since_s <= before and not each.has_unsent]
         if not waiting:
-            waiting = [each for each in self._open if each.limit_s == HEAD_S and each.since_s <= before]
+            heads = [each for each in self._open if each.limit_s == HEAD_S and each.since_s <= before]
+            waiting = [each for each in heads if not each.has_unsent]
         for connection in nsmallest(1 + len(waiting) // _EVICTED_SHARE, waiting, key=_since):
             self.remove(connection)
             connection.shed()

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import re
 from abc import ABC, abstractmethod
-from math import inf
 from typing import Any, Final
 
 import httptools
@@ -108,6 +107,10 @@ class RequestParser(ABC):
     @abstractmethod
     def _open(self, head: RequestHead) -> None:
         """Begins to serve a request."""
+
+    @abstractmethod
+    def _limit_response(self) -> None:
+        """Sets the time-out for the client while its request, which is whole, is answered."""
 
     @abstractmethod
     def _keep(self, data: bytes, at: int) -> None:
@@ -303,7 +306,7 @@ class RequestParser(ABC):
             return
         self._input_ignored = not receiving.keep_alive
         if not receiving.complete:  # otherwise it was refused before its body had come
-            self.limit_s = inf
+            self._limit_response()
             receiving.end_body()
 
     # heads

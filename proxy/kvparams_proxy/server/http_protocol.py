@@ -99,8 +99,8 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
         current = self._current
         if current is None:
             return
-        if isinstance(current, ASGIExchange) and self._receiving is not current:
-            self._wait()  # an app waits in `send`; executions have a time-out of their own
+        if self._receiving is not current:
+            self._limit_response()
         current.client_slow()
 
     def resume_writing(self) -> None:
@@ -109,7 +109,7 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
         current = self._current
         if current is not None:
             if self._receiving is not current:
-                self.limit_s = inf
+                self._limit_response()
             current.client_ready()
         elif not self._input_ignored:
             self._wait()
@@ -143,6 +143,11 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
     def idle(self) -> bool:
         """See `ClientConnection.idle`."""
         return self.limit_s == _IDLE_S and not self._input_ignored
+
+    @property
+    def has_unsent(self) -> bool:
+        """See `ClientConnection.has_unsent`."""
+        return self.transport.get_write_buffer_size() > 0
 
     @property
     def has_left(self) -> bool:
@@ -218,6 +223,12 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
+    def _limit_response(self) -> None:
+        if self._write_paused and isinstance(self._current, ASGIExchange):
+            self._wait()  # an app waits in `send`; executions have a time-out of their own
+        else:
+            self.limit_s = inf
+
     def _wait(self) -> None:
         """Starts the time-out for the client: to read the response, for the rest of a head, or for its next request."""
         self.since_s = self._loop.time()
@@ -261,7 +272,7 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
         if linger and self.transport.can_write_eof():
             self._lingering = True
             self.resume_reading()
-            self.limit_s = _LINGER_S
+            self.limit_s = _REQUEST_S if self.transport.get_write_buffer_size() else _LINGER_S
             self.transport.write_eof()
         else:
             self.limit_s = _REQUEST_S  # for the client to take the rest

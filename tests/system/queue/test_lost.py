@@ -111,6 +111,24 @@ async def test_of_two_nodes_that_run_the_same_work_one_is_heard_and_the_other_st
     assert not scripts[1 - stopped].left.is_set()
 
 
+async def test_a_node_that_has_run_work_does_not_run_its_copy(nodes: Nodes) -> None:
+    """The broker has it twice, as above. The parts of a second answer would be mixed with those of the first."""
+    decode = await nodes.decode(echo, room=1)
+    way = nodes.prefill()
+    await until(lambda: decode.consumer.connected and decode.consumer.engine_ready, LIMIT_S)
+    await until(lambda: bool(way.open_connections))
+    attempt, heard = send(way)
+    assert attempt.message is not None
+    copy = attempt.message.body
+    await ended(heard)
+    await sent(nodes.broker.url, QueueNames(nodes.name).work, copy)
+    _, other = send(way)  # it comes behind the copy
+    assert (await ended(other)).error is None
+    await until(lambda: not decode.consumer.running_count, LIMIT_S)
+    assert len(decode.engine.bodies) == 2
+    assert decode.consumer.counts == {"done": 2, "cancelled": 0, "lost": 0, "refused": 0}
+
+
 async def test_what_is_no_work_is_a_dead_letter_and_whoever_asked_is_told(nodes: Nodes) -> None:
     way = nodes.prefill()
     decode = await nodes.decode(echo)

@@ -31,6 +31,7 @@ class App:
         engine = self._engine
         body: bytes = (await receive())["body"]
         if engine.world.now < engine.up_at:
+            engine.world.lost(body)  # as on a connection: the proxy cannot tell how far its app came
             raise RuntimeError("it has crashed")
         call = _Call(engine, send)
         engine.links[call.link] = None

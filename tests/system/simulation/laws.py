@@ -9,7 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from kvparams.instances import Role
+from kvparams.routing.pairing import PairKey, pair_key
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
+from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.probes import Prober
 from kvparams_proxy.fleet.queue_depth_reader import QueueDepthReader
 from kvparams_proxy.queue.pending_reply import PendingReply
@@ -18,6 +21,7 @@ from kvparams_proxy.sidecar.inprocess import InProcessExchange, InProcessUpstrea
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from tests.system.simulation import queue_laws
 from tests.system.simulation.replaced import Lines
+from tests.system.simulation.scenario import Client
 
 if TYPE_CHECKING:
     from tests.system.simulation.world import World
@@ -54,10 +58,25 @@ def while_running(world: "World") -> Iterator[str]:
     for role, dispatcher in _inside(world.resources.fleet, "_roles").items():
         if not dispatcher.waiting_legs or _inside(dispatcher, "_slow").active or scenario.leg_tokens is not None:
             continue
-        degrees = ([one for one in members if one.instance.role is role and one.is_usable(n)] for n in range(3))
-        able = next((found for found in degrees if found), members[:0])
-        if able and all(one.in_flight < (scenario.legs or 1) for one in able):
-            yield f"{dispatcher.waiting_legs} wait for {role}, where everybody has room"
+        waiting = [ticket.item.paired_with for ticket in _inside(_inside(dispatcher, "_room"), "_queue").list_waiting()]
+        able = [_able(members, role, beside) for beside in waiting]
+        idle = sum(bool(them) and all(one.in_flight < (scenario.legs or 1) for one in them) for them in able)
+        if idle:
+            yield f"{idle} wait for {role}, where everybody has room"
+
+
+def _able(members: list[Member], role: Role, beside: PairKey | Role | None) -> list[Member]:
+    """The members that a leg may be given to: those that are least suspected, of those with a partner no more so."""
+    for suspicion in range(3):
+        usable = [one for one in members if one.is_usable(suspicion)]
+        found = [one for one in usable if one.instance.role is role]
+        keys = {each: {pair_key(one.instance) for one in usable if one.instance.role is each} for each in Role}
+        if beside is not None:
+            wanted = {beside} if isinstance(beside, PairKey) else keys[beside]
+            found = [one for one in found if pair_key(one.instance) in wanted]
+        if found or (not suspicion and isinstance(beside, PairKey) and keys[Role.PREFILL] & keys[Role.DECODE]):
+            return found  # a request leaves for a pair that is well rather than use a suspect
+    return []
 
 
 def between_turns(world: "World") -> Iterator[str]:
@@ -88,8 +107,9 @@ def between_turns(world: "World") -> Iterator[str]:
     limits = world.connections.limits
     if (open_ := len(_inside(world.connections, "_open"))) > min(limits.total, limits.per_address or limits.total):
         yield f"clients have {open_} connections, of {limits}"
+    found_at = 0.0 if world.nodes is None else world.nodes.safety.well_at  # without a broker no answer ends
     for since in world.running.values():
-        if now - since > _LONGEST_S:
+        if now - max(since, found_at) > _LONGEST_S:
             yield f"a request runs for {now - since:.0f} s"
     if not world.running and world.connections.tasks and now - world.ended_at > _TAKEN_S:
         yield f"{len(world.connections.tasks)} ASGI tasks run for no request"
@@ -290,11 +310,17 @@ def after_the_end(world: "World") -> Iterator[str]:
     garbage = sum(client.script.garbage for client in world.clients)  # it is counted, but nothing is known to be logged
     garbage += sum(world.connections.refused_counts.values())
     if world.scenario.stop is not None:  # a head of which only a part had come is refused likewise
-        garbage += sum(client.script.pieces > 1 for client in world.clients)
+        garbage += sum(_is_sent_in_pieces(client.script) for client in world.clients)
     if counted := _inside(world.connections, "_by_address"):
         yield f"connections are counted by address: {counted}"
-    if not world.begun == logged <= outcomes <= logged + garbage or not lines.closed:
-        yield f"{world.begun} requests have begun, {outcomes} outcomes are counted, {logged} logged, {lines.closed}"
+    requests = world.begun + world.refused
+    if not requests == logged <= outcomes <= logged + garbage or not lines.closed:
+        begun = f"{world.begun} requests have begun, {world.refused} are refused before"
+        yield f"{begun}, {outcomes} outcomes are counted, {logged} logged, {lines.closed}"
+
+
+def _is_sent_in_pieces(script: Client) -> bool:
+    return script.pieces > 1 or (script.leave is not None and script.leave.body is not None)
 
 
 def _inside(thing: object, name: str) -> Any:

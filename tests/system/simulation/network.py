@@ -1,7 +1,7 @@
 """Simulates the proxy's ends of its connections, as uvloop's transports behave, with a peer in place of a kernel.
 
-It is as strict as uvloop 0.23: what raises there (writing or pausing after the end, pausing twice) raises here. Source:
-uvloop 0.22.1, handles/stream.pyx and basetransport.pyx.
+It is as strict as uvloop 0.23: what raises there (writing after the end) raises here. Source: uvloop 0.21.0 to 0.23.0,
+handles/stream.pyx and basetransport.pyx.
 """
 
 import asyncio
@@ -63,7 +63,9 @@ class Socket(asyncio.Transport):
         self._write_paused = False
         self._peer_gone = False
         self._ended = False
-        """Whether the proxy has closed its way."""
+        """Whether the proxy has ended its side: it writes nothing more."""
+        self._end_sent = False
+        """Whether the peer is told so. What waits to be written comes first."""
 
     # what the proxy calls
 
@@ -78,6 +80,8 @@ class Socket(asyncio.Transport):
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self._alive()
+        if self._ended:
+            raise RuntimeError("Cannot call write() after write_eof()")
         if not data or self._lost:
             return
         if self._peer_gone:  # it has reset the connection: the kernel says so now
@@ -93,6 +97,9 @@ class Socket(asyncio.Transport):
             return
         self._send(self.peer.received, bytes(data))
 
+    def get_write_buffer_size(self) -> int:
+        return self._size
+
     def can_write_eof(self) -> bool:
         return True
 
@@ -100,7 +107,8 @@ class Socket(asyncio.Transport):
         self._alive()
         if not self._closing and not self._ended:
             self._ended = True
-            self._send(self.peer.closed)
+            if not self._size:
+                self._send_end()
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         self.write(b"".join(list_of_data))
@@ -117,18 +125,10 @@ class Socket(asyncio.Transport):
         self._fail(None)
 
     def pause_reading(self) -> None:
-        self._alive()
-        if self._closing:
-            raise RuntimeError("Cannot pause_reading() when closing")
-        if not self._reading:
-            raise RuntimeError("Already paused")
         self._reading = False
 
     def resume_reading(self) -> None:
-        self._alive()
-        if self._reading:
-            raise RuntimeError("Not paused")
-        if self._closing:
+        if self._reading or self._closing:
             return
         self._reading = True
         self._loop.call_soon(self._drain)
@@ -172,6 +172,8 @@ class Socket(asyncio.Transport):
         if self._write_paused:
             self._write_paused = False
             self.protocol.resume_writing()
+        if self._ended and not self._lost:
+            self._send_end()
         if self._closing and not self._lost:
             self._lose(None)
 
@@ -205,9 +207,13 @@ class Socket(asyncio.Transport):
 
     def _lose(self, error: Exception | None) -> None:
         self._lost = True
-        if not self._ended:
-            self._send(self.peer.closed)
+        self._send_end()
         self._loop.call_soon(self._over, error)
+
+    def _send_end(self) -> None:
+        if not self._end_sent:
+            self._end_sent = True
+            self._send(self.peer.closed)
 
     def _over(self, error: Exception | None) -> None:
         if not self.gone:

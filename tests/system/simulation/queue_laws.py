@@ -104,13 +104,15 @@ def _outbox(who: str, outbox: Any) -> Iterator[str]:
 
 
 def _appetite(nodes: Nodes, node: Node) -> Iterator[str]:
-    """What the broker may send is what the node believes, and what it wants."""
+    """What the broker may send is what the node believes, and what it wants, unless that is on its way."""
     appetite: Any = _inside(node.consumer, "_appetite")
     asked, wanted = _inside(appetite, "_asked"), _inside(appetite, "_wanted")
     work = nodes.broker.queues.get("sim.work")
     readers = [reader for reader in work.readers if reader.channel.who == node.who] if work is not None else []
     sent = [reader.prefetch for reader in readers]
-    if asked == wanted and sent != ([asked] if asked else []):
+    channel = _inside(appetite, "_channel")
+    changes = channel is not None and _inside(channel, "_lock").locked()
+    if not changes and asked == wanted and sent != ([asked] if asked else []):
         yield f"{node.who} has asked for {asked}, and the broker sends {sent}"
 
 

@@ -1,4 +1,4 @@
-"""Replaces the randomness of ids and two measures in the proxy for a simulation, and no decision.
+"""Replaces the randomness of ids, a clock and two measures in the proxy for a simulation, and no decision.
 
 `prepare` is called once, in a process that only simulates.
 """
@@ -14,6 +14,7 @@ from typing import Any, cast
 
 from kvparams import plugins
 from kvparams.routing.retries import RetryBudget
+from kvparams_proxy.event_loop import step_runner
 from kvparams_proxy.execution import kv_releaser as proxy_releases
 from kvparams_proxy.fleet import prefix_cache_model as proxy_prefixes
 from kvparams_proxy.fleet import queue_depth_reader as proxy_depths
@@ -25,7 +26,20 @@ from kvparams_proxy.upstream import connection_pool as proxy_pool
 from kvparams_proxy.upstream.connection import UpstreamConnection
 from tests.support.virtual_loop import VirtualLoop
 
-__all__ = ["Budget", "Lines", "prepare"]
+__all__ = ["Budget", "Lines", "Numbers", "prepare"]
+
+
+class Numbers:
+    """Numbers in place of random ids and of addresses in memory: a run has the same ones whatever ran before it."""
+
+    ids = itertools.count()
+    connections = itertools.count()
+
+    @classmethod
+    def restart(cls) -> None:
+        """Begins again, before each run."""
+        cls.ids = itertools.count()
+        cls.connections = itertools.count()
 
 
 class Budget(RetryBudget):
@@ -60,11 +74,9 @@ class Lines:
 class _Numbered(UpstreamConnection):
     """Connections in a set come in the order they were made: two runs are alike."""
 
-    numbers = itertools.count()
-
     def __init__(self, pool: Any) -> None:
         super().__init__(pool)
-        self._number = next(self.numbers)
+        self._number = next(Numbers.connections)
 
     def __hash__(self) -> int:
         return self._number
@@ -103,15 +115,15 @@ def prepare() -> None:
     plugins.load_plugin = functools.cache(plugins.load_plugin)
     plugins.load_each_plugin = functools.cache(plugins.load_each_plugin)
     plugins.plugin_names = functools.cache(plugins.plugin_names)
-    numbers = itertools.count()
 
     def next_id(_size: int) -> str:
-        return f"{next(numbers):x}"
+        return f"{next(Numbers.ids):x}"
 
     for name, module in list(sys.modules.items()):
         if name.startswith("kvparams_proxy") and hasattr(module, "token_hex"):
             cast("Any", module).token_hex = next_id
     cast("Any", lifespan).RetryBudget = Budget
+    cast("Any", step_runner).perf_counter = lambda: asyncio.get_running_loop().time()  # a busy machine changes no run
     cast("Any", proxy_releases)._TIMEOUT_S = 1.0
     cast("Any", proxy_downstream).HIGH_WATERMARK_BYTES = 400
     cast("Any", proxy_journal).LineWriter = Lines

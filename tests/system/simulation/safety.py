@@ -39,7 +39,8 @@ class Safety:
         self._published: Counter[bytes] = Counter()
         """How often the broker has been given a request, by its body."""
         self._begun: Counter[bytes] = Counter()
-        self._well_at = 0.0
+        self.well_at = 0.0
+        """From then on nodes and broker have found each other."""
 
     def accepted(self, who: str, queue: str, body: bytes) -> None:
         """See `Watcher.accepted`."""
@@ -102,19 +103,19 @@ class Safety:
 
     def troubled(self, for_s: float) -> None:
         """Something is wrong between the nodes and the broker for so long; then they find each other."""
-        self._well_at = max(self._well_at, self._world.now + for_s + _FOUND_S)
+        self.well_at = max(self.well_at, self._world.now + for_s + _FOUND_S)
 
     @property
     def is_troubled(self) -> bool:
         """Whether it may still be so."""
-        return self._world.now < self._well_at
+        return self._world.now < self.well_at
 
     def abandoned(self, leg: "Leg") -> None:
         """Nobody waits for its answer any more: it must be over, unless a node cannot have heard that."""
         world = self._world
         if leg.over:
             return
-        heard_at = max(self._well_at, leg.begun + _HEARD_S)
+        heard_at = max(self.well_at, leg.begun + _HEARD_S)
         if world.now < heard_at:
             world.loop.call_at(heard_at, self.abandoned, leg)
         else:

@@ -113,17 +113,18 @@ def test_what_is_written_before_the_end_arrives(loop: VirtualLoop, connection: t
     assert protocol.heard == [None]
 
 
-@pytest.mark.parametrize("what", ["write", "pause_reading", "resume_reading"])
-def test_after_the_end_it_raises_as_uvloop_does(
-    what: str, loop: VirtualLoop, connection: tuple[Socket, _Protocol, _Peer]
+def test_after_the_end_writing_raises_as_in_uvloop_and_pausing_does_not(
+    loop: VirtualLoop, connection: tuple[Socket, _Protocol, _Peer]
 ) -> None:
     socket, protocol, _ = connection
     socket.reset()
     loop.run_until(loop.time())
     assert isinstance(protocol.heard[0], ConnectionResetError)
-    arguments = (b"late",) if what == "write" else ()
     with pytest.raises(RuntimeError):
-        getattr(socket, what)(*arguments)
+        socket.write(b"late")
+    socket.resume_reading()
+    socket.pause_reading()
+    socket.pause_reading()
 
 
 def test_a_slow_peer_pauses_the_writer_and_nothing_is_lost(
@@ -144,6 +145,25 @@ def test_a_slow_peer_pauses_the_writer_and_nothing_is_lost(
         ["pause", "resume"],
         b"abcd",
     )
+
+
+@pytest.mark.parametrize("how", ["take", "abort", "reset"])
+def test_the_end_does_not_overtake_what_waits_to_be_written(
+    how: str, loop: VirtualLoop, connection: tuple[Socket, _Protocol, _Peer]
+) -> None:
+    """Of a connection that breaks the peer hears no more than the end."""
+    socket, protocol, peer = connection
+    socket.stop_taking()
+    socket.write(b"all")
+    socket.write_eof()
+    loop.run_until(loop.time() + 1.0)
+    assert peer.heard == []
+    with pytest.raises(RuntimeError):
+        socket.write(b"more")
+    getattr(socket, how)()
+    loop.run_until(loop.time() + 1.0)
+    assert peer.heard == ([b"all", "closed"] if how == "take" else ["closed"])
+    assert bool(protocol.heard) is (how != "take")
 
 
 def test_while_nobody_reads_nothing_is_heard(loop: VirtualLoop, connection: tuple[Socket, _Protocol, _Peer]) -> None:

@@ -19,6 +19,7 @@ from kvparams.routing.breaker import BreakerLimits
 from kvparams_proxy.cli.queue_sidecar import queue_instance, queue_upstream_factory
 from kvparams_proxy.config.mode_parsing import parse_mode_flag
 from kvparams_proxy.config.settings import Settings
+from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.requests.authentication import AuthenticatedClient as KnownClient
 from kvparams_proxy.requests.authentication import tenant_cache_salt
@@ -42,7 +43,7 @@ from tests.system.simulation.language import tokenize
 from tests.system.simulation.legs import Held, Leg
 from tests.system.simulation.network import Network, Socket
 from tests.system.simulation.nodes import POOL, PREFILL, Nodes
-from tests.system.simulation.replaced import Budget
+from tests.system.simulation.replaced import Budget, Numbers
 from tests.system.simulation.scenario import MODES, Operation, Scenario, Stop, draw
 
 __all__ = ["Run", "World", "run"]
@@ -128,6 +129,8 @@ class World:
         """Since when each request runs."""
         self.begun = 0
         self.ended = 0
+        self.refused = 0
+        """Of requests that have not come to their end: they are answered and recorded, and never begin."""
         self.ended_at = self.loop.time()
         """The last one."""
         self.connections: ClientConnections
@@ -511,6 +514,11 @@ class _Counted:
                 admission = admission._replace(client=known)
         self._endpoint.handle(admission, body, downstream, done)
 
+    def refuse(self, admission: Any, error: ProxyError, downstream: Any) -> None:
+        """See `DirectEndpoint`."""
+        self._world.refused += 1
+        self._endpoint.refuse(admission, error, downstream)
+
 
 def _fleet(scenario: Scenario) -> tuple[tuple[Role, int], ...]:
     """How many engines of which role."""
@@ -525,4 +533,5 @@ def _named(instance: Instance, name: str) -> Instance:
 
 def run(seed: int, modes: Mapping[str, int] = MODES) -> Run:
     """One seed, in one of these modes."""
+    Numbers.restart()
     return World(draw(seed, modes)).run()

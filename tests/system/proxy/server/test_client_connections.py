@@ -223,7 +223,7 @@ class Connection:
 
     def __init__(self, address: str = "a", *, idle: bool = False, since_s: float = 0.0) -> None:
         self.address, self.idle, self.since_s, self.limit_s = address, idle, since_s, float("inf")
-        self.has_left = False
+        self.has_left = self.has_unsent = False
         self.told: list[str] = []
 
     def expire(self) -> None:
