@@ -121,6 +121,11 @@ class EngineBacklog:
         return max(0.0, self._pending - head + left) + self._foreign_s
 
     @property
+    def is_shared(self) -> bool:
+        """Returns whether it runs foreign legs, or has lately."""
+        return self._now() < self._shared_until
+
+    @property
     def idle_s(self) -> float:
         """Seconds since it had something to do last, or since the clock began; 0 while it has."""
         return 0.0 if self._given or self._foreign else self._now() - self.ended
@@ -224,7 +229,7 @@ class EngineBacklog:
     def _learn(self) -> None:
         """Passes the completed batch to the cost model."""
         batch, self._told = self._told, None
-        if batch is not None and self._now() < self._shared_until:
+        if batch is not None and self.is_shared:
             self._delays = self._delays or _LeastDelayed()
             batch = self._delays.select(batch, self.cost_model.predict_batch_s)
         if batch is not None:

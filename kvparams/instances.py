@@ -125,6 +125,9 @@ class RequestFacts(NamedTuple):
     """The prompt as ids by which to find its prefix, where they are not `token_ids`: the client's ids as the engine
     probably cuts them, or token ids or pseudo tokens that the proxy makes. They may be wrong, so they are for routing
     alone and stand in no document."""
+    foreign_cached_tokens: Mapping[Instance, int] = _NOTHING_CACHED
+    """Tokens that an instance is expected to hold beyond `cached_tokens`, from proxies that share nothing with this
+    one (`kvparams.routing.foreign_prefixes`)."""
 
 
 C = TypeVar("C", bound=Candidate)

@@ -4,6 +4,7 @@ Proxies read both with the code that reads those of real engines.
 """
 
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Final
 
 import numpy as np
@@ -32,6 +33,7 @@ class EngineReports:
         self.depths = [0] * workers
         self.loop = loop
         self.delay_s = delay_s
+        self._random = Random(1)
         self._parents: dict[int, int] = {}
         """The block in front of each."""
 
@@ -41,7 +43,8 @@ class EngineReports:
         for member in replica.fleet.members:
             pools.joined(member)
         # asyncio's interface, as far as the reader uses it.
-        QueueDepthReader(self.loop, MonotonicClock(self.loop.time), replica.fleet, pools).start()
+        random = Random(self._random.random())
+        QueueDepthReader(self.loop, MonotonicClock(self.loop.time), replica.fleet, pools, random).start()
 
     def send_events(self, replica: SharedProxy) -> None:
         """Makes a proxy accept the KV events of all engines."""

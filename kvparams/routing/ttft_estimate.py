@@ -21,11 +21,11 @@ class TTFTEstimate(NamedTuple):
     compute_s: float
     """Of computing, once both are over."""
     cached_tokens: int
-    """Tokens that the instance holds."""
+    """Tokens that the instance is believed to hold. Those expected from foreign proxies are not among them."""
     fetched_tokens: int
     """Tokens after these whose KV it should fetch."""
     computed_tokens: int
-    """The rest, at least one: the first token comes from the last one's."""
+    """The rest that should have to be computed, at least one: the first token comes from the last one's."""
 
     @property
     def ttft_s(self) -> float:
@@ -40,14 +40,15 @@ def estimate_ttft(candidate: Candidate, request: RequestFacts) -> TTFTEstimate:
     wait_s = pace.wait_s
     tokens = request.prompt_tokens
     cached = request.cached_tokens.get(candidate.instance, 0)
-    computed = max(1, tokens - cached)
+    held = cached + request.foreign_cached_tokens.get(candidate.instance, 0)
+    computed = max(1, tokens - held)
     work_s = speed.predict_s(computed, tokens)
     stored = request.peer_stored_tokens.get(candidate.instance, request.stored_tokens)
-    fetched = stored - cached
+    fetched = stored - held
     if fetched > 0:
         fetch_s = pace.expected_fetch_s(fetched)
         rest = max(1, tokens - stored)
         rest_s = speed.predict_s(rest, tokens)
         if max(wait_s, fetch_s) + rest_s < wait_s + work_s:
-            return TTFTEstimate(wait_s, fetch_s, rest_s, cached, fetched, rest)
+            return TTFTEstimate(wait_s, fetch_s, rest_s, cached, stored - cached, rest)
     return TTFTEstimate(wait_s, 0.0, work_s, cached, 0, computed)

@@ -40,6 +40,10 @@ class EventSources:
         """The number of reported blocks that could not be placed."""
         return self._events.unplaced
 
+    def __contains__(self, member: Member) -> bool:
+        """Returns whether the member says itself what it has."""
+        return member in self._replays
+
     def add(self, member: Member, replay: Callable[[], None]) -> None:
         """Adds an engine that publishes events. `replay` is called when it has to publish everything again."""
         self._replays[member] = replay

@@ -5,6 +5,7 @@ from typing import NamedTuple, Protocol
 from kvparams.index.block_hashes import BlockHashes
 from kvparams.index.feeds import RoutedRequest
 from kvparams.instances import Instance, RequestFacts
+from kvparams_proxy.fleet.foreign_prefix_model import ForeignRank
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.remote_cache_model import FetchableTokens, HeldTokens
 from kvparams_proxy.fleet.routing_decision import RoutingDecision
@@ -29,6 +30,7 @@ class PrefillLeg:
         "answered",
         "cached",
         "decision",
+        "foreign_rank",
         "fresh",
         "hashes",
         "prompt_tokens",
@@ -49,6 +51,8 @@ class PrefillLeg:
         """Blocks that were believed to be there, not only to come."""
         self.fresh = 0
         """The hash of the first block that it brings; 0 where it brings none."""
+        self.foreign_rank: ForeignRank | None = None
+        """The place of its engine among those that foreign proxies would choose; None while there are none."""
         self.answered = False
         """Whether it has ended well; then what its engine reports is here, as far as it does."""
         self.prompt_tokens: int | None = None

@@ -23,6 +23,7 @@ from kvparams.index.prefix_index import PrefixIndex
 from kvparams.instances import Instance, RequestFacts, SchedulingPolicy
 from kvparams.routing.ttft_estimate import TTFTEstimate, estimate_ttft
 from kvparams_proxy.fleet.event_sources import EventSources
+from kvparams_proxy.fleet.foreign_prefix_model import ForeignPrefixModel
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.prediction_stats import PredictionStats
 from kvparams_proxy.fleet.prefill_leg import PrefillLeg, PrefillObserver, PromptLookup
@@ -69,6 +70,7 @@ class PrefixCacheModel:
         self._chain = BlockHasher(seed, self._block_tokens)
         self._index = PrefixIndex(_BLOCKS)
         self._feed = RoutingFeed(self._index, _FITS, _MOST_FITS)
+        self._foreign = ForeignPrefixModel(block_tokens)
         self._fetching = RemoteCacheModel(self._index, self._block_tokens, (_MOST_FITS, _BLOCKS), (_FITS, _MOST_FITS))
         self.event_sources: Final = EventSources(self._index, self._chain, self._feed, self._namespace, now)
         """The engines that say themselves what they have."""
@@ -96,6 +98,7 @@ class PrefixCacheModel:
         chosen, decision, reach = self._decide(policy, members, facts, turn, held)
         leg = PrefillLeg(decision, hashes, reach)
         if hashes is not None:
+            leg.foreign_rank = self._foreign.begin_leg(chosen, facts, hashes)
             best = max(facts.cached_tokens.get(each.instance, 0) for each in members)
             self.prediction_stats.record_lookup(facts.prompt_tokens, max(best, *held.values(), 0))
         self.begin_leg(facts.transfer_id, chosen, leg)
@@ -237,6 +240,7 @@ class PrefixCacheModel:
         if not leg.answered:
             self._feed.record_failed(leg.routed, leg.hashes)
             return leg
+        self._foreign.record_report(leg.foreign_rank, cached)
         settled = predicted  # what its engine has told of, too
         if not expected.fetched_tokens and leg.settled < len(leg.routed.used):
             settled = min(predicted, leg.settled * self._block_tokens)
@@ -311,9 +315,10 @@ class PrefixCacheModel:
         if hashes is None:
             return PromptLookup(facts, None, {})
         cached, held = self._match(hashes, facts.prompt_tokens)
-        return PromptLookup(
-            self._fetching.annotate_facts(members, facts._replace(cached_tokens=cached), held), hashes, held
-        )
+        facts = facts._replace(cached_tokens=cached)
+        if self.observer is None and not all(each in self.event_sources for each in members):  # otherwise it is told
+            facts = self._foreign.annotate_facts(members, facts, hashes)
+        return PromptLookup(self._fetching.annotate_facts(members, facts, held), hashes, held)
 
     def _decide(
         self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int, held: HeldTokens
@@ -321,11 +326,8 @@ class PrefixCacheModel:
         chosen = policy.choose(members, facts, turn)
         expected, reach = estimate_ttft(chosen, facts), self._fetching.fetchable_tokens(chosen.instance, held)
         instances, whose = [each.instance for each in members], _whose(expected, reach)
-        return (
-            chosen,
-            RoutingDecision(chosen.instance, facts.prompt_tokens, expected, instances, facts.cached_tokens, whose),
-            reach,
-        )
+        tokens, cached = facts.prompt_tokens, facts.cached_tokens
+        return chosen, RoutingDecision(chosen.instance, tokens, expected, instances, cached, whose), reach
 
     def _hashes(self, facts: RequestFacts) -> BlockHashes | None:
         """Returns the block hashes of a prompt, or None without token ids."""
