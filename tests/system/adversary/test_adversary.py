@@ -22,7 +22,7 @@ from tests.system.adversary.upstream_cases import DECODE, UPSTREAM
 
 CASES: tuple[Case, ...] = (*UPSTREAM, *LIFECYCLE, *edge_cases(), *body_cases())
 STRANGERS = tuple(case for case in CASES if case.group in ("edge", "body"))
-GROWTH_KIB = 10 << 10
+GROWTH_KIB = 12 << 10
 """What the process may have grown by when nothing runs any more."""
 LATER_S = 0.25
 """What a normal request may take longer while all this goes on."""
