@@ -22,8 +22,12 @@ from tests.system.adversary.upstream_cases import DECODE, UPSTREAM
 
 CASES: tuple[Case, ...] = (*UPSTREAM, *LIFECYCLE, *edge_cases(), *body_cases())
 STRANGERS = tuple(case for case in CASES if case.group in ("edge", "body"))
-GROWTH_KIB = 12 << 10
-"""What the process may have grown by when nothing runs any more."""
+GROWTH_KIB = 16 << 10
+"""What the process may have grown by when nothing runs any more: 7 to 14 MiB were seen after one to four rounds.
+
+What Python has in use grows by 0.4 MB; the rest are its arenas of 1 MiB, 22 before and 30 to 35 after, since a peak of
+large bodies leaves a few small objects in each.
+"""
 LATER_S = 0.25
 """What a normal request may take longer while all this goes on."""
 DESCRIPTORS = 150
@@ -55,8 +59,8 @@ async def run(arena: Arena, cases: Sequence[Case], *, disturbed: bool = False) -
         results = await arena.run(again)
     assert [str(result) for result in results if result.problems] == []
     assert await arena.settled() == {}
-    await until(lambda: arena.usage().descriptors <= before.descriptors + DESCRIPTORS, 90)
-    await until(lambda: arena.usage().rss_kib <= before.rss_kib + GROWTH_KIB, 90)
+    await until(lambda: arena.usage().descriptors <= before.descriptors + DESCRIPTORS, 20)
+    await until(lambda: arena.usage().rss_kib <= before.rss_kib + GROWTH_KIB, 20)
     assert "Traceback" not in arena.server.log.read_text().replace("('Traceback')", "")
     return len(again)
 
