@@ -28,4 +28,4 @@ def test_proxies_that_agree_on_engines_have_most_of_the_hits() -> None:
 def test_kv_events_bring_the_hits_as_well() -> None:
     one = mean_s("agents", 1, "nothing")
     assert mean_s("agents", 4, "queue depths and KV events") < 1.4 * one
-    assert mean_s("agents", 4, "queue depths") > 1.5 * one  # the control: some hits are missing
+    assert mean_s("agents", 4, "queue depths") > 1.6 * one  # the control: some hits are missing
