@@ -132,9 +132,7 @@ class Exchange:
         self._missed = MissedEntries(loop, self, listener.recent)
         self._asked: dict[int, float] = {}
         """When which sibling was asked for a snapshot."""
-        self.has_snapshot = False
-        """Whether a sibling has told all that it knows, or there was none to ask."""
-        self._has_all = asyncio.Event()
+        self._has_snapshot = asyncio.Event()
         self._began = loop.time()
         self._last_logged = 0.0
         self.is_degraded = False
@@ -246,7 +244,7 @@ class Exchange:
             # Nobody knows more than this proxy: siblings say so at once, and each is heard twice a second.
             is_alone = self._transport.is_connected and not self.siblings.alive
             if now - self._began > (2 if is_alone else 4) * HEARTBEAT_S:
-                self._know_all()
+                self._has_snapshot.set()
             return
         if any(now - at < _SNAPSHOT_WAIT_S for at in self._asked.values()):
             return
@@ -254,15 +252,16 @@ class Exchange:
         self._asked[chosen.id] = now
         self._send(MessageKind.SNAPSHOT_REQUEST, b"", chosen.id, 0)
 
-    def _know_all(self) -> None:
-        self.has_snapshot = True
-        self._has_all.set()
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether a sibling has told all that it knows, or there was none to ask."""
+        return self._has_snapshot.is_set()
 
     async def wait_for_snapshot(self, within_s: float) -> None:
         """Waits until a sibling has told what it knows or there is none, but no longer than this."""
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                await self._has_all.wait()
+                await self._has_snapshot.wait()
 
     # receiving
 
@@ -329,7 +328,7 @@ class Exchange:
             return
         self._asked[sibling.id] = self._loop.time()
         if not payload:
-            self._know_all()
+            self._has_snapshot.set()
             self._asked.clear()
             _log.info("proxy %016x has told what it knows", sibling.id)
         for entry in decode_entries(payload):
