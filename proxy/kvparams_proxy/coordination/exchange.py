@@ -254,7 +254,7 @@ class Exchange:
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether a sibling has told all that it knows, or there was none to ask."""
+        """This is true once a sibling has told all that it knows, or when there was none to ask."""
         return self._has_snapshot.is_set()
 
     async def wait_for_snapshot(self, within_s: float) -> None:
