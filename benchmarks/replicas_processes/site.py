@@ -20,7 +20,7 @@ from tests.support.connectors.valkey_server import ValkeyServer
 from tests.support.processes import Processes, StartError, free_ports, http_get
 from tests.support.stub_engine import Delays, StubEngines
 
-__all__ = ["Site", "open_site"]
+__all__ = ["Site", "open_plain_site", "open_site"]
 
 _KVPARAMS: Final = str(Path(sys.executable).with_name("kvparams"))
 _DECODE_ENGINES: Final = 2
@@ -85,6 +85,13 @@ class Site:
         os.kill(self._pids.pop(number), signal.SIGKILL)
         del self.ports[number]
 
+    def memory_kib(self, number: int) -> int:
+        """Returns the resident memory of a replica."""
+        (kib,) = re.findall(
+            r"^VmRSS:\s+(\d+) kB$", Path(f"/proc/{self._pids[number]}/status").read_text(), re.MULTILINE
+        )
+        return int(kib)
+
     async def load_seen(self, number: int) -> tuple[float, int]:
         """Returns the legs that a replica counts on all engines, its own and those of others, and its siblings."""
         names = ("in_flight", "exchange_in_flight", "exchange_siblings")
@@ -97,6 +104,15 @@ class Site:
         text = page.decode()
         found = [re.findall(rf"^kvparams_proxy_{name}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE) for name in names]
         return [sum(map(float, values)) for values in found]
+
+
+@asynccontextmanager
+async def open_plain_site(folder: Path) -> AsyncGenerator[Site]:
+    """Starts two engines of each role that answer at once, and Valkey, and ends everything with the block."""
+    stub = await StubEngines.start(prefill=[0, 0], decode=[0, 0], delays=Delays())
+    async with stub:
+        with ValkeyServer(folder / "valkey") as valkey, Processes(folder) as processes:
+            yield Site(stub, processes, valkey, folder)
 
 
 @asynccontextmanager
