@@ -350,15 +350,20 @@ class Exchange:
                 continue
             encoded = encode_entry(entry)
             if size + len(encoded) > _SNAPSHOT_BYTES:
-                self._send(MessageKind.SNAPSHOT, b"".join(pieces), receiver, 0)
-                pieces.clear()
+                self._send_piece(pieces, receiver)
                 size = 0
                 await asyncio.sleep(0)
             pieces.append(encoded)
             size += len(encoded)
         if pieces:
-            self._send(MessageKind.SNAPSHOT, b"".join(pieces), receiver, 0)
+            self._send_piece(pieces, receiver)
         self._send(MessageKind.SNAPSHOT, b"", receiver, 0)
+
+    def _send_piece(self, pieces: list[bytes], receiver: int) -> None:
+        """Sends a piece of a snapshot, behind the legs that have begun: their blocks may be in it."""
+        self.flush()
+        self._send(MessageKind.SNAPSHOT, b"".join(pieces), receiver, 0)
+        pieces.clear()
 
     def _end(self, sibling: Sibling, why: str) -> None:
         self._asked.pop(sibling.id, None)

@@ -126,7 +126,9 @@ class PrefixSync:
             parent = int(part[-1]) if len(part) else 0
 
     def snapshot(self) -> Iterator[Entry | None]:
-        """Yields the blocks that engines are believed to have, and the running legs. None: a place to pause."""
+        """Yields the running legs, and the blocks that engines are believed to have. None: a place to pause."""
+        # Legs come first: a reader that knew a leg's blocks before would take "none was cached" for a loss.
+        yield from self._running()
         keys = {member.instance: key for key, member in self._names.members.items()}
         for instance, capacity, hashes, parents in self._model.contents():
             engine = keys.get(instance)
@@ -137,7 +139,6 @@ class PrefixSync:
             for level, hashes, parents in self._model.event_sources.contents(member):
                 yield BlocksHeld(engine, 0, level, pack_hashes(hashes), pack_hashes(parents))
                 yield None
-        yield from self._running()
 
     def recent(self, seconds: float) -> Iterator[Entry | None]:
         """Yields what engines have computed for this proxy in the last seconds, and its running legs."""

@@ -1,12 +1,14 @@
 """Tests proxies that share a fleet: loads, prefill legs, caches, failures, and what happens when messages are lost."""
 
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 
 import pytest
 
-from kvparams.instances import Instance, Role
+from kvparams.index.block_hashes import BlockHashes
+from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.kv_events.model import BlockLocation, BlockRemoved, BlockStored, EventBatch, EventSource
 from kvparams.routing.breaker import BreakerState
 from kvparams.routing.policies.least_load import LeastLoad
@@ -216,6 +218,61 @@ def test_a_new_proxy_gets_a_snapshot(site: Site) -> None:
         ask = facts("look", [number * 10_000 + token for token in range(700)])
         held = [{i.id: n for i, n in each.prefixes.cached_tokens(ask).items()} for each in (a, new)]
         assert held[0] == held[1]
+
+
+def test_a_leg_that_runs_during_a_snapshot_says_nothing_of_what_fits() -> None:
+    """Its blocks are in the snapshot already, and its engine reports that it had none of them."""
+    site = Site(1)
+    (a,) = site.proxies
+    for number in range(100):
+        _compute(a, f"earlier {number}", [10_000_000 + number * 1_000 + token for token in range(300)])
+    new: SharedProxy | None = None
+    running = deque[tuple[Instance, RequestFacts]]()
+    for number in range(2000):  # the snapshot is asked for a second after the start, when the first legs still run
+        if number == 10:
+            new = site.start()
+        ask = facts(f"leg {number}", [number * 1_000 + token for token in range(300)])
+        running.append((a.acquire(Role.PREFILL, ask), ask))
+        if len(running) > 1500:
+            _end(a, *running.popleft())
+        site.after(0.001)
+    while running:
+        _end(a, *running.popleft())
+    site.after(0.5)
+    assert new is not None
+    assert new.prefixes.blocks == a.prefixes.blocks == 4200
+
+
+def test_a_leg_that_begins_during_a_snapshot_is_told_before_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = Site(1)
+    (a,) = site.proxies
+    for number in range(100):
+        _compute(a, f"earlier {number}", [number * 1_000 + token for token in range(300)])
+    begun: list[tuple[Instance, RequestFacts]] = []
+    contents = a.prefixes.contents
+
+    def begin_and_tell() -> Iterator[tuple[Instance, int, BlockHashes, BlockHashes]]:
+        for number in range(2):  # one on each engine
+            ask = facts(f"leg {number}", [1_000_000 + number * 1_000 + token for token in range(300)])
+            begun.append((a.acquire(Role.PREFILL, ask), ask))
+            if not number:
+                a.shared.exchange.flush()  # the next leg waits in its batch, then
+        yield from contents()
+
+    monkeypatch.setattr(a.prefixes, "contents", begin_and_tell)
+    new = site.start()
+    site.after(1.5)
+    assert len(begun) == 2
+    for instance, ask in begun:
+        _end(a, instance, ask)
+    site.after()
+    assert new.prefixes.blocks == a.prefixes.blocks == 204
+
+
+def _end(proxy: SharedProxy, instance: Instance, ask: RequestFacts) -> None:
+    """Ends a prefill leg whose engine had nothing in its cache."""
+    proxy.prefixes.record_report(ask, ask.prompt_tokens, 0)
+    proxy.fleet.release(instance, ask)
 
 
 def _compute(proxy: SharedProxy, name: str, ids: list[int]) -> str:
