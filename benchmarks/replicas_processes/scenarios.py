@@ -75,7 +75,7 @@ class FaultTimes:
 
 def faults_s(outage_s: float) -> float:
     """Returns the seconds that the run with faults takes."""
-    return _WARM_UP_S + _START_S + _WINDOW_S + _BEFORE_KILL_S + _AFTER_KILL_S + outage_s + _RETURN_S
+    return _WARM_UP_S + _START_S + 2 * _WINDOW_S + _BEFORE_KILL_S + _AFTER_KILL_S + outage_s + _RETURN_S
 
 
 async def side_by_side(settings: Settings, replicas: int, seconds: float, *, is_sharing: bool) -> Run:
@@ -111,7 +111,7 @@ async def _faults(site: Site, generator: LoadGenerator, times: FaultTimes, outag
         port = await site.start_replica(number, is_sharing=True)
         generator.add(number, port)
         times.joined[number] = generator.now_s
-    await asyncio.sleep(_WINDOW_S + _BEFORE_KILL_S)
+    await asyncio.sleep(2 * _WINDOW_S + _BEFORE_KILL_S)
     await _kill(site, generator, times)
     times.down_at = generator.now_s
     await asyncio.to_thread(site.valkey.kill)
