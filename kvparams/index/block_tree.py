@@ -218,7 +218,9 @@ class BlockTree:
         self._queue_leaves(made)
         return numbers
 
-    def contents(self, sets: Callable[[], NDArray[np.bool_]] | None = None) -> Iterator[tuple[BlockHashes, BlockHashes]]:
+    def contents(
+        self, sets: Callable[[], NDArray[np.bool_]] | None = None
+    ) -> Iterator[tuple[BlockHashes, BlockHashes]]:
         """Yields blocks and the blocks in front of them, used last first: parents not behind their children.
 
         The tree may change meanwhile: each piece is as it is when it is yielded, and what is new may be left out.
