@@ -218,19 +218,29 @@ class BlockTree:
         self._queue_leaves(made)
         return numbers
 
-    def contents(self, sets: NDArray[np.bool_] | None = None) -> Iterator[tuple[BlockHashes, BlockHashes]]:
+    def contents(
+        self, sets: Callable[[], NDArray[np.bool_]] | None = None
+    ) -> Iterator[tuple[BlockHashes, BlockHashes]]:
         """Yields blocks and the blocks in front of them, used last first: parents not behind their children.
 
-        `sets`: by the number of a set whether its blocks are wanted; all are, if not said.
+        The tree may change meanwhile: each piece is as it is when it is yielded, and what is new may be left out.
+
+        Args:
+            sets: returns by the number of a set whether its blocks are wanted now; all are, if not said.
         """
-        alive = self._hashes[: self.end] != 0
-        if sets is not None:
-            alive &= sets.take(self.sets[: self.end])
-        numbers = alive.nonzero()[0]
+        numbers = self._wanted(np.arange(self.end, dtype=np.uint32), sets)
         numbers = numbers[np.argsort(-self._epochs[numbers].astype(np.int64), kind="stable")]
         for first in range(0, len(numbers), _PIECE):
-            piece = numbers[first : first + _PIECE]
-            yield self._hashes.take(piece), self._hashes.take(self._parents.take(piece))
+            piece = self._wanted(numbers[first : first + _PIECE], sets)
+            if len(piece):
+                yield self._hashes.take(piece), self._hashes.take(self._parents.take(piece))
+
+    def _wanted(self, numbers: NodeNumbers, sets: Callable[[], NDArray[np.bool_]] | None) -> NodeNumbers:
+        """Returns those of these numbers that are nodes' whose blocks are wanted."""
+        alive = self._hashes.take(numbers) != 0
+        if sets is not None:
+            alive &= sets().take(self.sets.take(numbers))
+        return numbers[alive]
 
     def use(self, numbers: NodeNumbers, now: float) -> None:
         """They go later."""

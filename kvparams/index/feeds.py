@@ -265,10 +265,13 @@ class RoutingFeed:
     def contents(self) -> Iterator[tuple[Hashable, int, BlockHashes, BlockHashes]]:
         """Yields what workers are believed to have, some thousand blocks at a time, used last first.
 
-        Each is a worker, its capacity, blocks, and the hash of the block in front of each.
+        Each is a worker, its capacity, blocks, and the hash of the block in front of each. The feed may change
+        meanwhile.
         """
         for worker, ledger in list(self._ledgers.items()):
             for hashes, parents in ledger.held.tree.contents():
+                if self._ledgers.get(worker) is not ledger:
+                    break
                 yield worker, ledger.capacity, hashes, parents
 
     def record_contents(

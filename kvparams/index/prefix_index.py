@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvparams.index.block_hashes import BlockHashes
 from kvparams.index.block_tree import BlockTree
@@ -219,10 +220,14 @@ class PrefixIndex:
 
     def contents(self, worker: Hashable, level: int) -> Iterator[tuple[BlockHashes, BlockHashes]]:
         """Yields the blocks that a worker has in a level, and the blocks in front of them: see `BlockTree.contents`."""
-        bits = self.holders.bits(worker)
-        wanted = (bits & -bits) << _checked(level)
-        sets = np.array([bool(mask & wanted) for mask in self.holders.masks], bool)
-        if sets.any():
+        _checked(level)
+
+        def sets() -> NDArray[np.bool_]:
+            bits = self.holders.bits(worker)
+            wanted = (bits & -bits) << level
+            return np.array([bool(mask & wanted) for mask in self.holders.masks], bool)
+
+        if sets().any():
             yield from self.tree.contents(sets)
 
     def touch(self, hashes: BlockHashes, now: float = 0.0) -> None:

@@ -90,7 +90,7 @@ static int hold_slice(Copying *copying, PyObject *item, int flags) {
     for (int axis = 0; axis < DIMS; axis++)
         if (view->shape[axis] < 1 || view->strides[axis] < 0)
             return 0;
-    if (view->strides[DIM] != view->itemsize || view->shape[LAYER] > MAX_SLICES)
+    if (view->itemsize < 1 || view->strides[DIM] != view->itemsize || view->shape[LAYER] > MAX_SLICES)
         return 0;
     copying->layer_count += view->shape[LAYER];
     return 1;
@@ -146,7 +146,7 @@ static Py_ssize_t layer_bytes(const SliceView *slice, Py_ssize_t tokens) {
 /* Reads the ranges of a page, and checks them against every slice. */
 static int read_ranges(const Copying *copying, Page *page, PyObject *ranges) {
     Py_ssize_t count = PyList_Size(ranges), tokens = 0;
-    if (count > MAX_RANGES)
+    if (count > MAX_RANGES || page->skip > page->tokens)
         return 0;
     page->ranges = PyMem_Calloc((size_t)count + 1, sizeof(Range));
     if (page->ranges == NULL)
@@ -161,11 +161,13 @@ static int read_ranges(const Copying *copying, Page *page, PyObject *ranges) {
             if (numbers[0] >= shape[BLOCK] || numbers[2] > shape[TOKEN] || numbers[1] > shape[TOKEN] - numbers[2])
                 return 0;
         }
+        if (numbers[2] > page->tokens - page->skip - tokens)
+            return 0;
         page->ranges[page->range_count++] = (Range){numbers[0], numbers[1], numbers[2]};
         tokens += numbers[2];
     }
     page->is_whole = page->skip == 0 && tokens == page->tokens;
-    return page->skip <= page->tokens && tokens <= page->tokens - page->skip;
+    return 1;
 }
 
 /* Holds a page: `(payload, ranges, skip, tokens)`. Returns as `hold_slice`. */
@@ -249,17 +251,19 @@ static void copy_layer(const Layer *layer, const Layer *next, const Page *page, 
 static void gather_page(const Copying *copying, Page *page) {
     PageHash hash;
     Py_ssize_t hashed = 0;
+    bool is_seamless = true; /* each layer begins where the one before it ends */
     page_hash_begin(&hash);
     for (Py_ssize_t at = 0; at < copying->layer_count; at++) {
         const Layer *layer = &copying->layers[at];
         copy_layer(layer, layer + (at + 1 < copying->layer_count), page, false);
-        if (layer->offset != hashed)
+        is_seamless = is_seamless && layer->offset == hashed;
+        if (!is_seamless)
             continue;
         Py_ssize_t size = layer_bytes(layer->slice, page->tokens);
         page_hash_add(&hash, (const char *)page->payload.buf + hashed, (size_t)size);
         hashed += size;
     }
-    page->is_covered = page->is_whole && hashed == page->payload.len;
+    page->is_covered = page->is_whole && is_seamless && hashed == page->payload.len;
     page->checksum = page_hash_end(&hash);
 }
 

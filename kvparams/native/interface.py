@@ -102,8 +102,9 @@ class NativeCode(Protocol):
                 tokens of the payload come before these; how many tokens the payload has.
 
         Returns:
-            XXH3-64 of each payload. None where the slices leave out a part of a payload, a place lies outside of its
-            memory, or the elements of a token do not follow each other; payloads may have been written then.
+            XXH3-64 of each payload. None where the slices leave out a part of a payload or overlap in it, a place lies
+            outside of its memory, or the elements of a token do not follow each other; payloads may have been written
+            then.
 
         Raises:
             BufferError: a payload is not contiguous, or not writable.

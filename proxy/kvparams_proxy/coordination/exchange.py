@@ -28,7 +28,6 @@ _WATCH_S: Final = 0.1
 _BATCH_S: Final = 0.01
 """Messages are at least so far apart; entries are collected meanwhile."""
 _BATCH_BYTES: Final = 32 << 10
-_SNAPSHOT_BYTES: Final = 64 << 10
 _SNAPSHOT_WAIT_S: Final = 3.0
 """A snapshot that has not ended after so long is asked for again, of another sibling."""
 _LOG_EVERY_S: Final = 30.0
@@ -342,19 +341,23 @@ class Exchange:
         task.add_done_callback(self._snapshots.discard)
 
     async def _send_snapshot(self, receiver: int) -> None:
+        """Sends what this proxy knows.
+
+        Invariant: each entry is sent in the turn of the event loop in which the listener yields it. Otherwise the
+        receiver may hear first that a leg has ended or a block is gone, and then that it is there.
+        """
         pieces: list[bytes] = []
         size = 0
         for entry in self._listener.snapshot():
-            if entry is None:
-                await asyncio.sleep(0)
-                continue
-            encoded = encode_entry(entry)
-            if size + len(encoded) > _SNAPSHOT_BYTES:
+            if entry is not None:
+                pieces.append(encode_entry(entry))
+                size += len(pieces[-1])
+                if size < _BATCH_BYTES:
+                    continue
+            if pieces:
                 self._send_piece(pieces, receiver)
                 size = 0
-                await asyncio.sleep(0)
-            pieces.append(encoded)
-            size += len(encoded)
+            await asyncio.sleep(0)
         if pieces:
             self._send_piece(pieces, receiver)
         self._send(MessageKind.SNAPSHOT, b"", receiver, 0)

@@ -220,8 +220,8 @@ class FleetSync:
     def beat(self) -> None:
         """See `ExchangeListener`."""
         self._authenticator.use_secrets(self._secrets())
-        known = {each.info.get("settings") for each in self.exchange.siblings.alive.values()} - {None}
-        if known <= {self.settings.digest}:
+        alike = (None, self.settings.digest)
+        if all(each.info.get("settings") in alike for each in self.exchange.siblings.alive.values()):
             self._unlike_beats = 0
             return
         self._unlike_beats += 1

@@ -5,6 +5,7 @@ ended is subtracted at once.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Final
 
 from kvparams.replication.entries import EngineLoad, engine_key
 from kvparams.replication.siblings import Sibling
@@ -12,6 +13,9 @@ from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
 
 __all__ = ["EngineNames", "LoadSync"]
+
+_MOST_ENGINES: Final = 1 << 14
+"""With load of one sibling at a time; of more, nothing is believed."""
 
 
 class EngineNames:
@@ -83,7 +87,7 @@ class LoadSync:
         """Applies the new load of a sibling on one engine."""
         before = sibling.loads.get(load.engine, (0, 0))
         now = (load.in_flight, load.tokens)
-        if now == before:
+        if now == before or (before == (0, 0) and len(sibling.loads) >= _MOST_ENGINES):
             return
         if load.in_flight:
             sibling.loads[load.engine] = now

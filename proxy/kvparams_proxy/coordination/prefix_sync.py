@@ -160,10 +160,10 @@ class PrefixSync:
             self._recent_blocks -= len(self._recent.popleft().hashes)
 
     def _running(self) -> Iterator[Entry]:
-        """Yields this proxy's running legs."""
+        """Yields this proxy's running legs. Some may have ended when the next one is asked for."""
         keys = {member.instance: key for key, member in self._names.members.items()}
         for key, number in list(self._own.items()):
-            leg = self._model.leg(key)
+            leg = self._model.leg(key) if self._own.get(key) == number else None
             engine = None if leg is None else keys.get(leg.decision.chosen)
             if leg is not None and engine is not None:
                 yield _began(number, engine, leg)

@@ -105,8 +105,10 @@ class QueueSync:
             self._publish(RoomOffered(sibling, number, engine))
 
     def snapshot(self) -> Iterator[Entry]:
-        """Yields the legs of this proxy that wait."""
-        yield from list(self._own.values())
+        """Yields the legs of this proxy that wait. Some may have ended when the next one is asked for."""
+        for waiter, entry in list(self._own.items()):
+            if self._own.get(waiter) is entry:
+                yield entry
 
     def apply(self, sibling: Sibling, entry: LegQueued | LegDequeued | RoomOffered) -> None:
         """Applies an entry of a sibling.

@@ -158,7 +158,10 @@ class RequestParser(ABC):
         self._in_message = self._headers_done = self._ordinary = True
         self._body_left = length
         self.since_s = self._loop.time()
-        self._open(RequestHead(method, target, "1.1", headers, True, False))
+        try:
+            self._open(RequestHead(method, target, "1.1", headers, True, False))
+        except Exception:  # noqa: BLE001  a fault of the proxy: the client is told, as it is where httptools calls
+            self._fail_internally()
         return end
 
     def _parse_body(self, data: bytes, at: int) -> None:
@@ -215,12 +218,16 @@ class RequestParser(ABC):
                 if data and not self._input_ignored:
                     continue
             except httptools.HttpParserCallbackError:
-                _log.exception("a request could not be taken")
-                self._fail(ProxyError(500, "internal_error", "the proxy failed; its log says why"))
+                self._fail_internally()
             except httptools.HttpParserError:
                 if not self._input_ignored:
                     self._fail(bad_request(400, "this is not a valid HTTP request"))
             return
+
+    def _fail_internally(self) -> None:
+        """Ends a request with which something in the proxy has failed."""
+        _log.exception("a request could not be taken")
+        self._fail(ProxyError(500, "internal_error", "the proxy failed; its log says why"))
 
     def _without_upgrade(self) -> None:
         """Parses the head once more without its Upgrade header, which a server may ignore (RFC 9110, section 7.8).

@@ -250,6 +250,8 @@ class UpstreamConnection(asyncio.Protocol):
             sink.on_body(body)
         if response.is_reading or self._sink is not sink:
             return b""
+        if response.is_broken:
+            raise ValueError("a chunk is longer than it says")
         if response.is_complete:
             self._complete = self._keep_alive = True
             self._strange = self._strange or response.has_more

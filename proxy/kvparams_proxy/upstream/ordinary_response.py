@@ -13,13 +13,23 @@ __all__ = ["OrdinaryResponse"]
 
 _COMPLETE: Final = 1
 _NOT_ORDINARY: Final = 2
-_BROKEN: Final = 3
 
 
 class OrdinaryResponse:
     """The answers of one connection, one after the other. It has no part in what a connection or a sink decides."""
 
-    __slots__ = ("_chunk_left", "_left", "_native", "_tail", "has_more", "head", "is_complete", "is_reading", "rest")
+    __slots__ = (
+        "_chunk_left",
+        "_left",
+        "_native",
+        "_tail",
+        "has_more",
+        "head",
+        "is_broken",
+        "is_complete",
+        "is_reading",
+        "rest",
+    )
 
     def __init__(self, native: NativeCode) -> None:
         self._native = native
@@ -27,6 +37,8 @@ class OrdinaryResponse:
         """Whether more of an answer is to come here."""
         self.is_complete = False
         """Whether the last answer has ended; otherwise it is not ordinary, and `rest` is left of it."""
+        self.is_broken = False
+        """Whether it is not HTTP behind what was returned of its body."""
         self.has_more = False
         """Whether something stood behind its end."""
         self.head = b""
@@ -72,11 +84,7 @@ class OrdinaryResponse:
         return body
 
     def read(self, data: bytes) -> bytes:
-        """Reads more of an answer, and returns what came of the body.
-
-        Raises:
-            ValueError: it is not HTTP.
-        """
+        """Reads more of an answer, and returns what came of the body."""
         left = self._left
         if left is None:
             return self._read_chunks(self._tail + data if self._tail else data)
@@ -100,7 +108,7 @@ class OrdinaryResponse:
         elif state == _NOT_ORDINARY:
             self.is_reading = self.is_complete = False
             self.rest = data[used:]
-        else:
-            assert state == _BROKEN
-            raise ValueError("a chunk is longer than it says")
+        else:  # a chunk is longer than it says
+            self.is_reading = self.is_complete = False
+            self.is_broken = True
         return body

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from kvparams.native import NATIVE, NativeCode
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.requests.body import BodyBudget
 from kvparams_proxy.requests.downstream import Downstream
+from kvparams_proxy.server import http_parser
 from kvparams_proxy.server.connections import ClientConnections, ConnectionLimits
 from kvparams_proxy.server.http_protocol import HTTPProtocol, ServerContext
 from kvparams_proxy.server.request_handler import Admission
@@ -169,3 +171,39 @@ async def test_what_does_not_fit_the_budget_is_not_kept(behind: int) -> None:
     await until(gone)
     assert budget.held_bytes == 0
     server.close()
+
+
+class Faulty(Silent):
+    """A direct endpoint with a fault."""
+
+    def admit(self, headers: list[tuple[bytes, bytes]]) -> Admission:
+        raise RuntimeError("a fault of the proxy")
+
+
+@pytest.mark.parametrize("native", [NATIVE, None], ids=["native", "python"])
+@pytest.mark.parametrize("before", [b"", b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"], ids=["first", "behind another one"])
+async def test_a_fault_of_the_proxy_is_answered_whoever_reads_the_head(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, native: NativeCode | None, before: bytes
+) -> None:
+    monkeypatch.setattr(http_parser, "NATIVE", native)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    loop = asyncio.get_running_loop()
+    connections = ClientConnections(loop, ConnectionLimits(10))
+    service = ServerContext(loop, app, {}, {b"/x": Faulty(BodyBudget(1000))}, connections, lambda error: None)
+    server = await loop.create_server(lambda: HTTPProtocol(service), "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+    writer.write(before + b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}")
+    try:
+        async with asyncio.timeout(10):
+            answers = await reader.read()
+    finally:
+        writer.close()
+        connections.abort()
+        server.close()
+    assert answers.count(b"HTTP/1.1 ") == 1 + bool(before)
+    assert b"HTTP/1.1 500 " in answers
+    assert "a request could not be taken" in caplog.text

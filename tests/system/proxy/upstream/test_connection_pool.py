@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from kvparams.native import NATIVE, NativeCode
+from kvparams_proxy.upstream import connection
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
-from kvparams_proxy.upstream.types import MAX_BYTES_PER_TURN, UpstreamError, UpstreamLimits
+from kvparams_proxy.upstream.types import MAX_BYTES_PER_TURN, ResponseHead, UpstreamError, UpstreamLimits
 from tests.support.proxy.fixtures import Awaited
 from tests.support.waiting import stays_true_for, until
 
@@ -160,8 +162,39 @@ async def test_a_pool_that_is_closed_begins_nothing(scripted: Any) -> None:
     assert engine.connections <= 2
 
 
+@pytest.mark.parametrize("native", [NATIVE, None], ids=["native", "python"])
+@pytest.mark.parametrize("together", [True, False], ids=["one read", "two reads"])
+async def test_what_comes_before_a_broken_chunk_is_delivered_however_it_falls_into_reads(
+    monkeypatch: pytest.MonkeyPatch, scripted: Any, native: NativeCode | None, together: bool
+) -> None:
+    monkeypatch.setattr(connection, "NATIVE", native)
+    head = b"HTTP/1.1 503 Busy\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n"
+    sink = Counting()
+
+    async def broken(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not together:
+            writer.write(head)
+            await until(lambda: sink.size == 2)
+        writer.write((head if together else b"") + b"2\r\ncd, and more than it says\r\n")
+
+    pool = UpstreamConnectionPool((await scripted(broken)).url, UpstreamLimits())
+    pool.exchange(pool.request(b"/", b"", b"{}"), sink)
+    async with asyncio.timeout(5):
+        await asyncio.wait([sink.answer])
+    assert isinstance(sink.answer.exception(), UpstreamError)
+    assert (sink.status, sink.size) == (503, 4)
+    assert pool.open_connections == 0
+    pool.close()
+
+
 class Counting(Awaited):
     """A sink that counts."""
+
+    status = 0
+
+    def on_head(self, head: ResponseHead) -> None:
+        self.status = head.status
+        super().on_head(head)
 
     size = 0
 

@@ -103,6 +103,35 @@ def test_many_blocks_are_added_and_then_evicted_one_chain_after_the_other() -> N
     assert 40 <= whole <= 60  # leaves go first, so hardly a chain is cut in the middle
 
 
+def test_what_is_evicted_while_contents_are_read_is_not_told() -> None:
+    """A copy is read in pieces; between two of them nodes are freed, and used for other blocks."""
+    index = PrefixIndex(1 << 15)
+    prompts = [_prompt(number, 0, 100, number) for number in range(100)]
+    for prompt in prompts:
+        index.stored("a", prompt)
+    pieces = index.contents("a", 0)
+    told = set(next(pieces)[0].tolist())
+    gone = [hash for prompt in prompts for hash in prompt.tolist() if hash not in told]
+    index.removed("a", np.array(gone[:3000], np.uint64))
+    for number in range(100, 120):
+        index.stored("b", _prompt(number, 0, 100, number))
+    rest = [hash for hashes, _ in pieces for hash in hashes.tolist()]
+    assert sorted(rest) == sorted(gone[3000:])
+    index.cleared("a")
+    assert not list(index.contents("a", 0))
+
+
+def test_a_worker_that_is_emptied_while_contents_are_read_is_not_told_any_more() -> None:
+    _, feed = _feed(5000)
+    for number in range(50):
+        feed.record_routed("a", _prompt(number, 0, 100, number))
+    pieces = feed.contents()
+    assert len(next(pieces)[2]) == 4000
+    feed.forget_worker("a")
+    feed.record_routed("a", _prompt(99, 0, 5, 99))
+    assert not list(pieces)
+
+
 def _told(prompts: int, capacity: int = 100_000) -> tuple[PrefixIndex, RoutingFeed]:
     """Returns a feed that was told what another one knows: so many prompts of 300 blocks, one used after the other."""
     feed = RoutingFeed(PrefixIndex(1 << 17), capacity, capacity)

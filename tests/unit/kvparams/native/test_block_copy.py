@@ -99,12 +99,23 @@ def test_a_payload_that_is_gathered_in_part_has_no_checksum() -> None:
     assert NATIVE.gather_pages(slices, [(payload, [(0, 0, 3)], 1, 4)]) is None
 
 
+def test_a_payload_whose_slices_overlap_has_no_checksum() -> None:
+    """What was hashed first is not what the payload holds at the end."""
+    assert NATIVE is not None
+    one, other, last = (blocks_of(1, "LHBT", seed)[:1, :1] for seed in range(3))
+    payload = memoryview(bytearray(TOKENS * 2))
+    pages = [(payload, [(0, 0, TOKENS)], 0, TOKENS)]
+    assert NATIVE.gather_pages([(one, 0, 0), (last, TOKENS, 0)], pages) is not None, "the control: side by side"
+    assert NATIVE.gather_pages([(one, 0, 0), (other, TOKENS // 2, 0), (last, TOKENS, 0)], pages) is None
+
+
 def test_what_lies_outside_is_not_copied() -> None:
     assert NATIVE is not None
     keys = values = blocks_of(8, "LHBT", 1)
     before = keys.tobytes()
     payload = memoryview(bytearray(b"\1" * (LAYERS * HEADS * 4 * 16)))
     good = slices_of(keys, values, 4)
+    endless = np.lib.stride_tricks.as_strided(keys, (1, 1, 1, 2**50, 1), (1, 1, 1, 0, 1))
     odd: list[tuple[list[Any], list[Any]]] = [
         (good, [(payload, [(BLOCKS, 0, 4)], 0, 4)]),
         (good, [(payload, [(-1, 0, 4)], 0, 4)]),
@@ -123,6 +134,8 @@ def test_what_lies_outside_is_not_copied() -> None:
         ([(keys[..., ::2], 0, 64)], [(payload, [(0, 0, 4)], 0, 4)]),
         ([(keys[:, :, ::-1], 0, 64)], [(payload, [(0, 0, 4)], 0, 4)]),
         ([(keys[0], 0, 64)], [(payload, [(0, 0, 4)], 0, 4)]),
+        ([(np.ndarray(keys.shape, "V0"), 0, 0)], [(payload, [(0, 0, 4)], 0, 4)]),  # elements without a byte
+        ([(endless, 0, 0)], [(payload, [(0, 0, 2**50)] * 2**14, 0, 4)]),  # 2**64 tokens in all
         ([(keys, 0)], [(payload, [(0, 0, 4)], 0, 4)]),
         ([], [(payload, [(0, 0, 4)], 0, 4)]),
     ]
