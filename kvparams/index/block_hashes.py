@@ -20,6 +20,8 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kvparams.native import NATIVE
+
 __all__ = [
     "INITIAL_STATE",
     "MAX_BLOCK_TOKENS",
@@ -123,8 +125,14 @@ class BlockHasher:
         Raises:
             ValueError: an id is no integer in [0, 2^32).
         """
-        ids = token_array(tokens)
         size = self.block_size
+        if NATIVE is not None:
+            ids = tokens if isinstance(tokens, list) else _words(token_array(tokens))
+            found = np.empty(len(ids) // size, np.uint64)
+            positions = self._positions_to(start + len(found))[start:]
+            if NATIVE.hash_blocks(ids, self._weights, positions, namespace, parent, found):
+                return found
+        ids = token_array(tokens)
         count = len(ids) // size
         words = ids[: count * size].astype(np.uint64).reshape(count, size)
         return self._chained(words @ self._weights, namespace, start, parent)
@@ -166,14 +174,18 @@ class BlockHasher:
     def _chained(self, sums: BlockHashes, namespace: int, start: int, parent: int) -> BlockHashes:
         """From the sum over the tokens of each block to its hash, in place."""
         end = start + len(sums)
-        if end > len(self._positions):
-            self._positions = _stream(self._positions_key, 0, 1 << (end - 1).bit_length())
-        sums += self._positions[start:end]
+        sums += self._positions_to(end)[start:end]
         sums += np.uint64(namespace)
         _mix(sums)
         if parent:
             sums[:1] += np.uint64(parent)
         return sums.cumsum(out=sums)
+
+    def _positions_to(self, end: int) -> BlockHashes:
+        """Returns the numbers of at least the first `end` positions."""
+        if end > len(self._positions):
+            self._positions = _stream(self._positions_key, 0, 1 << (end - 1).bit_length())
+        return self._positions
 
 
 def token_array(tokens: TokenSource) -> NDArray[np.integer]:
@@ -222,6 +234,12 @@ def _checked(ids: NDArray[np.integer]) -> NDArray[np.integer]:
     if len(ids) and ((kind == "i" and ids.min() < 0) or (width == 8 and ids.max() >= 2**32)):
         raise ValueError("token ids are integers in [0, 2^32)")
     return ids
+
+
+def _words(ids: NDArray[np.integer]) -> NDArray[np.uint32]:
+    """Returns ids, each in [0, 2^32), as u32 in one piece."""
+    words = ids.astype(np.uint32, copy=False)
+    return words if words.flags.c_contiguous and words.flags.aligned else words.copy()
 
 
 def _stream(key: int, start: int, count: int) -> BlockHashes:

@@ -14,18 +14,15 @@ from numpy.typing import NDArray
 from kvparams.index.block_hashes import BlockHashes
 from kvparams.index.eviction_buckets import EvictionBuckets
 from kvparams.index.hash_table import HashTable, NodeNumbers
+from kvparams.index.leaf_removal import EVERY, NodeLinks, remove_leaves
 from kvparams.index.zero_arrays import lazy_zeros
 
 __all__ = ["BlockTree"]
 
 _EPOCHS: Final = 1024
 """How finely uses are told apart: one epoch in that many uses of as many blocks as there may be."""
-_FREED: Final = 0xFFFFFFFF
-_EVERY: Final = 1 << 31
-_AT_ONCE: Final = 1024
-"""Blocks looked up together; what lies behind a gap is not looked up."""
-_ROW: Final = 256
-_SHORT: Final = 16
+_NO_NODES: Final[NodeNumbers] = np.empty(0, np.uint32)
+_ONE: Final = np.uint32(1)
 _FIRST_EPOCH: Final = 1 << 20
 """Those before it are for what others have used: see `add_forest`."""
 _PIECE: Final = 4000
@@ -36,19 +33,8 @@ class BlockTree:
     """Nodes have numbers from 1 on. Node 0 is none: what the first block of a prompt stands behind."""
 
     __slots__ = (
-        *("_ages", "_began", "_capacity", "_epochs", "_epochs_at", "_free", "_freed", "_hashes", "_kids"),
-        *(
-            "_kids_at",
-            "_let_go",
-            "_parents",
-            "_parents_at",
-            "_queued",
-            "_queued_at",
-            "_sets_at",
-            "_table",
-            "_ttl",
-            "_uses",
-        ),
+        *("_ages", "_began", "_capacity", "_children", "_epochs", "_free", "_freed", "_hashes", "_is_queued"),
+        *("_let_go", "_links", "_parents", "_table", "_ttl", "_uses"),
         *("end", "epoch", "sets"),
     )
 
@@ -57,20 +43,18 @@ class BlockTree:
         self._capacity = capacity
         self._ttl = ttl
         self._let_go = let_go
-        self._table = HashTable(capacity)
         self._ages = EvictionBuckets()
         self._hashes = lazy_zeros(capacity + 1, np.uint64)  # 0 where there is no node
+        self._table = HashTable(self._hashes)
         self._parents = lazy_zeros(capacity + 1, np.uint32)
-        self._kids = lazy_zeros(capacity + 1, np.uint32)
+        self._children = lazy_zeros(capacity + 1, np.uint32)
         self._epochs = lazy_zeros(capacity + 1, np.uint32)
-        self._queued = lazy_zeros(capacity + 1, np.uint8)  # whether it is in `_ages`
+        self._is_queued = lazy_zeros(capacity + 1, np.uint8)  # whether it is in `_ages`
         self._free = lazy_zeros(capacity + 1, np.uint32)
         self.sets = lazy_zeros(capacity + 1, np.uint32)
         """By node: who holds it, for whoever has the tree to say; 0 for nobody, and where there is no node."""
-        # Single entries are read and written through memoryviews, which is four times faster.
-        self._parents_at, self._kids_at = self._parents.data, self._kids.data
-        self._epochs_at, self._queued_at = self._epochs.data, self._queued.data
-        self._sets_at = self.sets.data
+        arrays = (self._parents, self._children, self.sets, self._epochs, self._is_queued)
+        self._links = NodeLinks(*(each.data for each in arrays))
         self._freed = 0  # how many stand in `_free`
         self.end = 1
         """This number and those behind it have never been a node's."""
@@ -83,23 +67,15 @@ class BlockTree:
         return self.end - 1 - self._freed
 
     def find(self, hashes: BlockHashes) -> NodeNumbers:
-        """The node of each block, or 0.
+        """Returns the node of each block, or 0."""
+        return self._table.find(hashes)
 
-        The blocks of a chain that was stored at once have numbers that follow one another: found by the first of them.
+    def leading_runs(self, hashes: BlockHashes) -> list[tuple[int, int]]:
+        """Returns the sets of the nodes of these blocks, up to the first that is absent.
+
+        Each is the position behind the last block of a run, and the set of all nodes in it.
         """
-        table = self._table
-        if len(hashes) < _SHORT or np.count_nonzero(hashes) < len(hashes):
-            return table.find(hashes)
-        number = table.get(hashes.item(0))
-        if not number:
-            return table.find(hashes)
-        piece = hashes[: self._capacity + 1 - number]
-        differs = self._hashes[number : number + len(piece)] != piece
-        length = int(differs.argmax()) or (0 if differs[0] else len(piece))
-        if length < _SHORT:
-            return table.find(hashes)
-        row = np.arange(number, number + length, dtype=np.uint32)
-        return row if length == len(hashes) else np.concatenate((row, table.find(hashes[length:])))
+        return self._table.find_runs(hashes, self.sets)
 
     def last_used(self, hashes: BlockHashes) -> NodeNumbers:
         """The epoch in which each block was used last; 0 where there is no node."""
@@ -118,46 +94,20 @@ class BlockTree:
                 first += int(breaks[-1]) + 1
             pieces.append(self._hashes[first : number + 1])
             left -= number + 1 - first
-            number = int(self._parents_at[first])
+            number = self._parents.item(first)
         pieces.reverse()
         return np.concatenate(pieces) if pieces else np.empty(0, np.uint64)
-
-    def leading(self, hashes: BlockHashes) -> Iterator[NodeNumbers]:
-        """The sets of the nodes of these blocks, up to the first that is not there, in pieces, none of them empty.
-
-        The blocks of a chain that was stored at once have numbers that follow one another, so one lookup serves many;
-        where that is not so, many are looked up together.
-        """
-        start = 0
-        while start < len(hashes):
-            number = self._table.get(int(hashes[start]))
-            if not number:
-                return
-            piece = hashes[start : start + min(_AT_ONCE, self._capacity + 1 - number)]
-            differs = self._hashes[number : number + len(piece)] != piece
-            length = int(differs.argmax()) or (0 if differs[0] else len(piece))
-            yield self.sets[number : number + length]
-            start += length
-            if length < _SHORT and start < len(hashes):
-                numbers = self._table.find(hashes[start : start + _AT_ONCE])
-                missing = (numbers == 0).nonzero()[0]
-                if len(missing):
-                    if missing[0]:
-                        yield self.sets.take(numbers[: missing[0]])
-                    return
-                yield self.sets.take(numbers)
-                start += len(numbers)
 
     def make_room(self, wanted: int, front: int, held: NodeNumbers) -> BlockHashes:
         """Evicts `wanted` nodes or a few more, but none of the nodes in `held` and not `front`.
 
         These are treated as if a node followed each of them.
         """
-        self._kids[held] += 1
-        self._kids[front] += 1
+        self._children[held] += 1
+        self._children[front] += 1
         gone = self.evict(wanted, self.epoch)
-        self._kids[front] -= 1
-        self._kids[held] -= 1
+        self._children[front] -= 1
+        self._children[held] -= 1
         held = np.append(held, np.uint32(front))
         self._queue_leaves(held[held != 0])
         return gone
@@ -174,14 +124,14 @@ class BlockTree:
         made = self._take(int(np.count_nonzero(fresh)))
         numbers[fresh] = made
         self._hashes[made] = hashes[fresh]
-        self._table.insert(hashes[fresh], made)
+        self._table.insert(made)
         fronts = np.empty_like(numbers)
         fronts[:1] = front
         fronts[1:] = numbers[:-1]
         fronts = fronts[fresh]
         self._parents[made] = fronts
-        self._kids[made] = 0
-        self._kids[fronts] += 1
+        self._children[made] = 0
+        self._children[fronts] += 1
         self._epochs[made] = self.epoch
         self._queue_leaves(made)
 
@@ -207,13 +157,12 @@ class BlockTree:
             return numbers
         made = self._take(len(missing))
         numbers[missing] = made
-        fresh = hashes[missing]
-        self._hashes[made] = fresh
-        self._table.insert(fresh, made)
+        self._hashes[made] = hashes[missing]
+        self._table.insert(made)
         fronts = self._table.find(parents[missing])
         self._parents[made] = fronts
-        self._kids[made] = 0
-        np.add.at(self._kids, fronts, 1)
+        self._children[made] = 0
+        np.add.at(self._children, fronts, _ONE)
         self._epochs[made] = self.epoch if epoch is None else epoch
         self._queue_leaves(made)
         return numbers
@@ -261,76 +210,30 @@ class BlockTree:
             self._began.popleft()
         return self._began[0][0] - 1
 
-    def prune(self, numbers: NodeNumbers) -> BlockHashes:
+    def prune(self, numbers: NodeNumbers) -> None:
         """Removes those of these unheld nodes that have no children, and then the ancestors that become such nodes."""
-        gone: list[int] = []
-        for number in numbers.tolist():
-            if not self._kids_at[number]:
-                self._climb(number, gone, 0, _EVERY)
-        return self._release(gone)
+        removed = remove_leaves(self._links, numbers, 0, EVERY)
+        self._queue(removed.queued)
+        self._release(removed.removed)
 
     def evict(self, count: int, until: int) -> BlockHashes:
         """Evicts `count` nodes or a few more, leaves first, that were used last in the epoch `until` or before."""
-        gone: list[int] = []
-        while len(gone) < count:
-            oldest = self._ages.take(until)
-            if oldest is None:
-                break
-            number, bucket = oldest
-            self._queued_at[number] = 0
-            if not self._kids_at[number]:
-                epoch = self._epochs_at[number]
-                if epoch > bucket:
-                    self._queue(number, epoch)
-                else:
-                    self._climb(number, gone, bucket, count)
-        return self._release(gone)
-
-    def _climb(self, number: int, gone: list[int], until: int, count: int) -> None:
-        """Removes a leaf, and then the ancestors that become leaves by that.
-
-        It removes an ancestor if nobody holds it, or while it is as old as `until` and fewer than `count` are gone.
-        """
-        kids, parents, sets, epochs = self._kids_at, self._parents_at, self._sets_at, self._epochs_at
-        while True:
-            if parents[number] == number - 1 and parents[number - 1] == number - 2 and kids[number - 1] == 1:
-                number = self._climb_row(number, gone, until, count)
-            gone.append(number)
-            kids[number] = _FREED
-            number = parents[number]
-            if not number:
-                return
-            left = kids[number] - 1
-            kids[number] = left
-            if left:
-                return
-            if sets[number] and (epochs[number] > until or len(gone) >= count):
-                if not self._queued_at[number]:
-                    self._queue(number, epochs[number])
-                return
-
-    def _climb_row(self, number: int, gone: list[int], until: int, count: int) -> int:
-        """Climbs as `_climb` does, at once for a run of nodes with consecutive numbers.
-
-        Such a run is a chain that was stored at once. Returns the last node, which is about to be removed.
-        """
-        first = max(1, number - _ROW, number - max(count - len(gone) - 1, 0))
-        above = slice(first, number)
-        stays = self._parents[first + 1 : number + 1] != np.arange(first, number)
-        stays |= self._kids[above] != 1
-        stays |= (self._epochs[above] > until) & (self.sets[above] != 0)
-        last = number - int(stays[::-1].argmax()) if stays.any() else first
-        gone.extend(range(number, last, -1))
-        self._kids[last + 1 : number + 1] = _FREED
-        return last
+        gone = [_NO_NODES]
+        while count > 0 and (epoch := self._ages.oldest(until)) is not None:
+            removed = remove_leaves(self._links, self._ages.bucket(epoch), epoch, count)
+            self._ages.keep(epoch, removed.left)
+            self._queue(removed.queued)
+            gone.append(removed.removed)
+            count -= len(removed.removed)
+        return self._release(np.concatenate(gone))
 
     def _queue_leaves(self, numbers: NodeNumbers) -> None:
-        for leaf in numbers[(self._kids.take(numbers) == 0) & (self._queued.take(numbers) == 0)].tolist():
-            self._queue(int(leaf), self._epochs_at[int(leaf)])
+        leaves = numbers[(self._children.take(numbers) == 0) & (self._is_queued.take(numbers) == 0)]
+        self._is_queued[leaves] = 1
+        self._queue(leaves)
 
-    def _queue(self, number: int, epoch: int) -> None:
-        self._queued_at[number] = 1
-        self._ages.put(number, epoch)
+    def _queue(self, leaves: NodeNumbers) -> None:
+        self._ages.put(leaves, self._epochs.take(leaves))
 
     def _take(self, count: int) -> NodeNumbers:
         """Numbers for new nodes: those that went last first, in the order in which their chain had them."""
@@ -342,13 +245,13 @@ class BlockTree:
         self.end = begin + count - again
         return np.concatenate((taken, np.arange(begin, self.end, dtype=np.uint32)))
 
-    def _release(self, gone: list[int]) -> BlockHashes:
-        numbers = np.array(gone, np.uint32)
-        if gone:
-            self._let_go(numbers)
-            self._table.remove(self._hashes.take(numbers))
-            self._free[self._freed : self._freed + len(gone)] = numbers
-            self._freed += len(gone)
+    def _release(self, numbers: NodeNumbers) -> BlockHashes:
+        """Makes nodes that were removed free; returns their blocks."""
         hashes = self._hashes.take(numbers)
-        self._hashes[numbers] = 0
+        if len(numbers):
+            self._let_go(numbers)
+            self._table.remove(numbers)
+            self._free[self._freed : self._freed + len(numbers)] = numbers
+            self._freed += len(numbers)
+            self._hashes[numbers] = 0
         return hashes

@@ -18,7 +18,7 @@ _WINDOW = 256
 
 
 class EngineBlockMap:
-    """At most `capacity` names, 70 bytes each. Those that came first make room, unless the index has the block."""
+    """At most `capacity` names, 45 bytes each. Those that came first make room, unless the index has the block."""
 
     __slots__ = (
         *("_capacity", "_ends", "_hashes", "_index", "_keys", "_namespaces", "_next", "_parts", "_table"),
@@ -28,8 +28,8 @@ class EngineBlockMap:
     def __init__(self, index: PrefixIndex, capacity: int) -> None:
         self._index = index
         self._capacity = capacity
-        self._table = HashTable(capacity)
         self._keys = lazy_zeros(capacity + 1, np.uint64)
+        self._table = HashTable(self._keys)
         self._hashes = lazy_zeros(capacity + 1, np.uint64)
         self._namespaces = lazy_zeros(capacity + 1, np.uint64)
         self._parts = lazy_zeros(capacity + 1, np.uint64)
@@ -70,8 +70,8 @@ class EngineBlockMap:
         fresh = numbers == 0
         made = self._take(int(np.count_nonzero(fresh)), numbers[~fresh])
         numbers[fresh] = made
-        self._table.insert(keys[fresh], made)
-        self._keys[numbers] = keys
+        self._keys[made] = keys[fresh]
+        self._table.insert(made)
         self._hashes[numbers] = behind.hashes[first]
         self._parts[numbers] = behind.parts[first]
         self._tokens[numbers] = behind.tokens[first]
@@ -87,7 +87,6 @@ class EngineBlockMap:
         taken = numbers.take(order)
         if count:
             self._next = (self._next + int(order.max()) + 1) % self._capacity
-        old = self._keys.take(taken)
-        self._table.remove(old[old != 0])
+        self._table.remove(taken[self._keys.take(taken) != 0])
         self._keys[taken] = 0
         return taken

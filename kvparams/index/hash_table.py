@@ -1,10 +1,10 @@
-"""A flat hash table from 64-bit hashes to node numbers, asked and changed for whole arrays of hashes at once.
+"""A hash table from 64-bit hashes to node numbers, asked and changed for whole arrays at once.
 
-Buckets of eight hashes, one cache line each, so that a lookup is one gather and one comparison, whether it finds
-something or not. What does not fit into its bucket lies in a small dict, and the bucket counts how many do.
+The nodes whose hashes fall into one bucket form a chain. Hashes stay in the caller's array, by node number, so the
+table itself takes 8 bytes for each node.
 
-The table grows in place, a few buckets with every insertion (linear hashing): its arrays are as long as they may ever
-be, of which the system commits only what has been touched. So nothing is ever copied, and no insertion waits.
+The table grows in place, by a bucket for each node (linear hashing): its arrays are as long as they may ever be, of
+which the system commits only what has been touched. So nothing is ever copied, and no insertion waits.
 """
 
 from typing import Final
@@ -14,154 +14,142 @@ from numpy.typing import NDArray
 
 from kvparams.index.block_hashes import BlockHashes
 from kvparams.index.zero_arrays import lazy_zeros
+from kvparams.native import NATIVE
 
 __all__ = ["HashTable", "NodeNumbers"]
 
 NodeNumbers = NDArray[np.uint32]
 
-_WIDTH: Final = 8
-_FULLEST: Final = 0.5
-"""Of all places; then about one hash in a hundred finds its bucket full."""
 _FIRST_BUCKETS: Final = 64
-_FEW: Final = 8
-"""Hashes that are sooner looked up and put in one by one: a new prompt has some blocks that are its own."""
-_3, _7 = np.intp(3), np.intp(7)
+_SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
+"""Spreads hashes that differ in few bits over the buckets: engines choose names of blocks as they like."""
+_32: Final = np.uint64(32)
 
 
 class HashTable:
-    """From hashes, of which none is 0, to numbers, of which none is 0."""
+    """Maps hashes to node numbers. Hash 0 and number 0 stand for none."""
 
-    __slots__ = (
-        *("_base", "_buckets", "_keys", "_keys_at", "_limit", "_mask", "_rows", "_spill", "_spilled", "_used"),
-        *("_values", "_values_at"),
-    )
+    __slots__ = ("_base", "_buckets", "_heads", "_keys", "_limit", "_memory", "_next", "_used")
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, keys: BlockHashes) -> None:
         """Creates an empty table.
 
         Args:
-            capacity: hashes that it may have to hold at once.
+            keys: by number, the hash of each node that is in the table; that of number 0 is 0.
         """
-        self._limit = max(_FIRST_BUCKETS, 1 << int(capacity / _FULLEST / _WIDTH).bit_length())
-        self._keys = lazy_zeros(self._limit * _WIDTH, np.uint64)
-        self._rows = self._keys.reshape(-1, _WIDTH)
-        self._values = lazy_zeros(self._limit * _WIDTH, np.uint32)
-        self._keys_at, self._values_at = self._keys.data, self._values.data
-        self._spilled = lazy_zeros(self._limit, np.uint8)  # hashes of this bucket in the dict; never too few
-        self._spill: dict[int, int] = {}
+        self._limit = max(_FIRST_BUCKETS, len(keys) - 1)
+        self._keys = keys
+        self._heads = lazy_zeros(self._limit, np.uint32)
+        """By bucket, the first node of its chain."""
+        self._next = lazy_zeros(len(keys), np.uint32)
+        """By node, the next one of its chain."""
+        self._memory = (keys.data, self._heads.data, self._next.data)
         self._used = 0
         self._base = self._buckets = _FIRST_BUCKETS
-        self._mask = _FIRST_BUCKETS - 1
 
     def __len__(self) -> int:
         return self._used
 
-    def find(self, hashes: BlockHashes) -> NodeNumbers:
-        """The number of each hash; 0 where it is not there."""
-        if len(hashes) <= _FEW:
-            return np.array([self.get(key) for key in hashes.tolist()], np.uint32)
-        homes, at = self._places(hashes)
-        found = np.zeros(len(hashes), np.uint32)
-        rows = at >> _3
-        found[rows] = self._values.take((homes.take(rows) << _3) + (at & _7))
-        if self._spill:
-            for row in (self._spilled[homes].astype(bool) & (found == 0)).nonzero()[0].tolist():
-                found[row] = self._spill.get(int(hashes[row]), 0)
-        return found
-
     def get(self, key: int) -> int:
-        """The number of one hash; 0 where it is not there."""
-        first = self._home(key) * _WIDTH
-        bucket = self._keys_at[first : first + _WIDTH].tolist()
-        if key and key in bucket:
-            return self._values_at[first + bucket.index(key)]
-        return self._spill.get(key, 0)
+        """Returns the number of one hash; 0 if it is absent."""
+        return int(self.find(np.array([key], np.uint64))[0])
 
-    def insert(self, hashes: BlockHashes, numbers: NodeNumbers) -> None:
-        """Inserts hashes that are absent and occur once."""
-        self._used += len(hashes)
-        self._grow(2 * len(hashes) + 16)
-        if len(hashes) <= _FEW:
-            for key, number in zip(hashes.tolist(), numbers.tolist(), strict=True):
-                self._put(key, number)
-            return
-        while len(hashes):
-            homes = self._homes(hashes)
-            free = self._rows.take(homes, axis=0) == 0
-            place = free.argmax(axis=1)
-            slots = (homes << _3) + place
-            fits = np.equal(self._keys.take(slots), 0)
-            if not np.all(fits):
-                self._put_aside(hashes[~fits], numbers[~fits], homes[~fits])
-                hashes, numbers, slots = hashes[fits], numbers[fits], slots[fits]
-            self._keys[slots] = hashes
-            self._values[slots] = numbers
-            lost = np.not_equal(self._keys.take(slots), hashes)  # to another one of the same bucket
-            hashes, numbers = hashes[lost], numbers[lost]
+    def find(self, hashes: BlockHashes) -> NodeNumbers:
+        """Returns the number of each hash; 0 where it is absent."""
+        if NATIVE is None:
+            return self._find(hashes)
+        numbers = np.empty(len(hashes), np.uint32)
+        NATIVE.find_nodes(self._memory, self._base, self._buckets, _in_one_piece(hashes), numbers)
+        return numbers
 
-    def _put(self, key: int, number: int) -> None:
-        home = self._home(key)
-        first = home * _WIDTH
-        bucket = self._keys_at[first : first + _WIDTH].tolist()
-        if 0 in bucket:
-            slot = first + bucket.index(0)
-            self._keys_at[slot] = key
-            self._values_at[slot] = number
+    def find_runs(self, hashes: BlockHashes, values: NodeNumbers) -> list[tuple[int, int]]:
+        """Returns the values of the nodes of these hashes, up to the first hash that is absent.
+
+        Args:
+            hashes: the blocks of one prompt, in order.
+            values: by number.
+
+        Returns:
+            For each run of equal values, the position of its end and the value.
+        """
+        if NATIVE is not None:
+            return NATIVE.find_runs(self._memory, self._base, self._buckets, _in_one_piece(hashes), values.data)
+        numbers = self._find(hashes)
+        absent = (numbers == 0).nonzero()[0]
+        found = values.take(numbers[: absent[0]] if len(absent) else numbers)
+        ends = [*((found[1:] != found[:-1]).nonzero()[0] + 1).tolist(), len(found)]
+        return [(end, found.item(end - 1)) for end in ends if end]
+
+    def insert(self, numbers: NodeNumbers) -> None:
+        """Inserts nodes, whose hashes are absent and differ."""
+        self._used += len(numbers)
+        while self._buckets < min(self._used, self._limit):
+            self._split(min(self._used, self._limit, 2 * self._base))
+        if NATIVE is not None:
+            NATIVE.link_nodes(self._memory, self._base, self._buckets, numbers)
         else:
-            self._spill[key] = number
-            self._spilled[home] += 1
+            self._link(numbers)
 
-    def remove(self, hashes: BlockHashes) -> None:
-        """Removes hashes that are present and occur once."""
-        self._used -= len(hashes)
-        homes, at = self._places(hashes)
-        rows = at >> _3
-        slots = (homes.take(rows) << _3) + (at & _7)
-        self._keys[slots] = 0
-        self._values[slots] = 0
-        if len(at) < len(hashes):
-            missing = np.ones(len(hashes), bool)
-            missing[rows] = False
-            for row in missing.nonzero()[0].tolist():
-                del self._spill[int(hashes[row])]
-                self._spilled[homes[row]] -= 1
+    def remove(self, numbers: NodeNumbers) -> None:
+        """Removes nodes that are in the table, each of them given once."""
+        self._used -= len(numbers)
+        if NATIVE is not None:
+            NATIVE.unlink_nodes(self._memory, self._base, self._buckets, numbers)
+            return
+        homes = self._homes(self._keys.take(numbers))
+        chained = self._chained(np.sort(homes))
+        self._heads[homes] = 0
+        self._next[numbers] = numbers  # which is nobody's next
+        self._link(chained[self._next.take(chained) != chained])
 
-    def _places(self, hashes: BlockHashes) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-        """Their buckets, and, for each one that is in its bucket, eight times its position plus its place there."""
-        homes = self._homes(hashes)
-        return homes, (self._rows.take(homes, axis=0) == hashes[:, None]).ravel().nonzero()[0]
-
-    def _home(self, key: int) -> int:
-        home = key & self._mask
-        return home - self._base if home >= self._buckets else home
-
-    def _homes(self, hashes: BlockHashes) -> NDArray[np.intp]:
-        homes = (hashes & np.uint64(self._mask)).view(np.intp)
-        if self._buckets != self._base:
-            homes -= self._base * (homes >= self._buckets)
-        return homes
-
-    def _put_aside(self, hashes: BlockHashes, numbers: NodeNumbers, homes: NDArray[np.intp]) -> None:
-        for key, number, home in zip(hashes.tolist(), numbers.tolist(), homes.tolist(), strict=True):
-            self._spill[key] = number
-            self._spilled[home] += 1
-
-    def _grow(self, steps: int) -> None:
-        """Split buckets, in their order, while the table is too full or between two powers of two."""
+    def _split(self, end: int) -> None:
+        """Splits buckets until there are `end`."""
         base, first = self._base, self._buckets
-        if first == base:
-            if base == self._limit or self._used < _FULLEST * _WIDTH * base:
-                return
-            self._mask = 2 * base - 1
-        end = min(first + steps, 2 * base)
-        old, new = slice(first - base, end - base), slice(first, end)
-        moving = (self._rows[old] & np.uint64(base)) != 0
-        values = self._values.reshape(-1, _WIDTH)
-        self._rows[new] = self._rows[old] * moving
-        self._rows[old] *= ~moving
-        values[new] = values[old] * moving
-        values[old] *= ~moving
-        self._spilled[new] = self._spilled[old]
-        self._buckets = end
+        if NATIVE is not None:
+            NATIVE.split_buckets(self._memory, base, end, first)
+            self._buckets = end
+        else:
+            moved = self._chained(np.arange(first - base, end - base))
+            self._heads[first - base : end - base] = 0
+            self._buckets = end
+            self._link(moved)
         if end == 2 * base:
             self._base = end
+
+    # without native code
+
+    def _find(self, hashes: BlockHashes) -> NodeNumbers:
+        numbers = self._heads.take(self._homes(hashes))
+        rows = (self._keys.take(numbers) != hashes).nonzero()[0]
+        while len(rows):
+            further = self._next.take(numbers.take(rows))
+            numbers[rows] = further
+            rows = rows[(self._keys.take(further) != hashes.take(rows)) & (further != 0)]
+        return numbers
+
+    def _link(self, numbers: NodeNumbers) -> None:
+        """Puts nodes in front of the chains of their buckets."""
+        while len(numbers):
+            homes = self._homes(self._keys.take(numbers))
+            self._next[numbers] = self._heads.take(homes)
+            self._heads[homes] = numbers
+            numbers = numbers[self._heads.take(homes) != numbers]  # where another one of the same bucket is now
+
+    def _chained(self, homes: NDArray[np.intp]) -> NodeNumbers:
+        """Returns the nodes of these buckets, which are sorted."""
+        numbers = self._heads.take(homes[np.append(homes[:1] >= 0, homes[1:] != homes[:-1])])
+        found: list[NodeNumbers] = []
+        while len(numbers := numbers[numbers != 0]):
+            found.append(numbers)
+            numbers = self._next.take(numbers)
+        return np.concatenate(found) if found else numbers
+
+    def _homes(self, hashes: BlockHashes) -> NDArray[np.intp]:
+        """Returns the bucket of each hash."""
+        homes = (hashes * _SPREAD >> _32 & np.uint64(2 * self._base - 1)).view(np.intp)
+        return homes - self._base * (homes >= self._buckets)
+
+
+def _in_one_piece(hashes: BlockHashes) -> BlockHashes:
+    flags = hashes.flags
+    return hashes if flags.c_contiguous and flags.aligned else hashes.copy()

@@ -5,7 +5,7 @@ in front; its match is the number of blocks from the beginning without a gap. So
 order, and the answer is still what was reported. Parents only decide what is evicted first.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -22,6 +22,8 @@ _NOBODY: Final[dict[Hashable, int]] = {}
 _NONE: Final[BlockHashes] = np.empty(0, np.uint64)
 _PURGED: Final = 64
 """Sets from which bits of workers that have gone are taken, with each change."""
+_MANY_RUNS: Final = 16
+"""Of nodes with the same holders; more are sorted by their holders first."""
 _SWEPT: Final = 1024
 """Nodes looked at, with each change, for those that nobody holds any more."""
 
@@ -52,7 +54,7 @@ class PrefixIndex:
         """Creates an empty index.
 
         Args:
-            capacity: blocks, about 60 bytes each; what is not used yet is not committed.
+            capacity: blocks, about 40 bytes each; what is not used yet is not committed.
             ttl: seconds after which `expire` forgets what was not used.
 
         Raises:
@@ -80,19 +82,18 @@ class PrefixIndex:
         masks, further, alive = holders.masks, holders.further, holders.nearest
         found: dict[Hashable, int] = {}
         reached = 0
-        for sets in self.tree.leading(hashes):
-            for first in _starts(sets):
-                mask = masks[sets.item(first)]
-                if mask & further:
-                    return self._match_levels(hashes)
-                still = alive & mask
-                if still != alive:
-                    if reached + first:
-                        holders.collect_depths(alive ^ still, reached + first, found)
-                    alive = still
-                    if not alive:
-                        return PrefixMatch(len(hashes), (found,) * LEVELS)
-            reached += len(sets)
+        for end, number in self.tree.leading_runs(hashes):
+            mask = masks[number]
+            if mask & further:
+                return self._match_levels(hashes)
+            still = alive & mask
+            if still != alive:
+                if reached:
+                    holders.collect_depths(alive ^ still, reached, found)
+                alive = still
+                if not alive:
+                    return PrefixMatch(len(hashes), (found,) * LEVELS)
+            reached = end
         if reached:
             holders.collect_depths(alive, reached, found)
         return PrefixMatch(len(hashes), (found,) * LEVELS)
@@ -102,16 +103,14 @@ class PrefixIndex:
         holders = self.holders
         masks, live = holders.masks, holders.live
         runs: list[tuple[int, int]] = []  # up to which block the holders are these
-        alive, seen, reached = live, 0, 0
-        for sets in self.tree.leading(hashes):
-            for first, end in _runs(sets):
-                mask = masks[int(sets[first])] & live
-                runs.append((reached + end, mask))
-                seen |= mask
-                alive &= holders.within(mask, LEVELS - 1)
+        alive, seen = live, 0
+        for end, number in self.tree.leading_runs(hashes):
+            mask = masks[number] & live
+            runs.append((end, mask))
+            seen |= mask
+            alive &= holders.within(mask, LEVELS - 1)
             if not alive:
                 break
-            reached += len(sets)
         if not seen:
             return PrefixMatch(len(hashes), (_NOBODY,) * LEVELS)
         nearest = self._depths(runs, 0)
@@ -164,7 +163,7 @@ class PrefixIndex:
             return _NONE
         tree = self.tree
         numbers = tree.find(asked)
-        front, numbers = (int(numbers[0]), numbers[1:]) if parent else (0, numbers)
+        front, numbers = (numbers.item(0), numbers[1:]) if parent else (0, numbers)
         fresh = numbers == 0
         missing = int(np.count_nonzero(fresh))
         forgotten = _NONE
@@ -246,8 +245,8 @@ class PrefixIndex:
         if level is not None:
             bits &= (bits & -bits) << _checked(level)
         if bits:
-            numbers = self.tree.find(hashes)
-            numbers = np.unique(numbers[numbers != 0])
+            numbers = np.sort(self.tree.find(hashes))
+            numbers = numbers[np.append(numbers[:1] != 0, numbers[1:] != numbers[:-1])]
             self._change(numbers, bits, 0)
             self.tree.prune(numbers[self.tree.sets.take(numbers) == 0])
 
@@ -294,12 +293,20 @@ class PrefixIndex:
     def _change(self, numbers: NodeNumbers, remove: int, add: int) -> None:
         """Other holders for nodes, each of which stands there once."""
         sets = self.tree.sets.take(numbers)
-        for first, end in _runs(sets):
-            source = int(sets[first])
-            target = self.holders.derive(source, remove, add)
-            if target != source:
-                self.tree.sets[numbers[first:end]] = target
-                self.holders.move(end - first, source, target)
+        edges = (sets[1:] != sets[:-1]).nonzero()[0]
+        if len(edges) > _MANY_RUNS:
+            order = sets.argsort(kind="stable")
+            numbers, sets = numbers.take(order), sets.take(order)
+            edges = (sets[1:] != sets[:-1]).nonzero()[0]
+        first = 0
+        for end in [*(edges + 1).tolist(), len(sets)]:
+            if end:
+                source = sets.item(first)
+                target = self.holders.derive(source, remove, add)
+                if target != source:
+                    self.tree.sets[numbers[first:end]] = target
+                    self.holders.move(end - first, source, target)
+                first = end
 
     def _tend(self) -> None:
         """A little of what has to be done when workers have gone."""
@@ -328,16 +335,3 @@ def _usable(hashes: BlockHashes) -> BlockHashes:
     if np.count_nonzero(hashes) == len(hashes):  # three times faster than `all`
         return hashes
     return hashes[: int((hashes == 0).argmax())]
-
-
-def _starts(sets: NodeNumbers) -> list[int]:
-    """Returns the positions at which an entry differs from the one in front, beginning with 0."""
-    return [0, *[edge + 1 for edge in (sets[1:] != sets[:-1]).nonzero()[0].tolist()]]
-
-
-def _runs(sets: NodeNumbers) -> Iterable[tuple[int, int]]:
-    """From where to where entries are equal."""
-    if not len(sets):
-        return ()
-    starts = _starts(sets)
-    return zip(starts, [*starts[1:], len(sets)], strict=True)

@@ -128,3 +128,71 @@ class NativeCode(Protocol):
             True, or None as `gather_pages`; then nothing was copied.
         """
         ...
+
+    def hash_blocks(
+        self,
+        tokens: object,
+        weights: object,
+        positions: object,
+        namespace: int,
+        parent: int,
+        hashes: object,
+        /,
+    ) -> bool:
+        """Computes what `kvparams.index.block_hashes.BlockHasher.hashes` does.
+
+        Args:
+            tokens: a list of ids, or an array of u32.
+            weights: an array of u64, one for each token of a block.
+            positions: an array of u64, one for each block.
+            namespace: a number for the namespace.
+            parent: the hash in front.
+            hashes: an array of u64, one for each block; it is written.
+
+        Returns:
+            Whether every item of the list is an `int` in [0, 2^32). If not, `hashes` is partly written.
+        """
+        ...
+
+    def find_nodes(
+        self, table: tuple[object, object, object], base: int, buckets: int, hashes: object, numbers: object, /
+    ) -> None:
+        """Looks hashes up in a `kvparams.index.hash_table.HashTable`.
+
+        Args:
+            table: its arrays: the hash of each node as u64; the first node of each bucket and the next node of each
+                node as u32.
+            base: how many buckets there were when they were as many as a power of two.
+            buckets: how many there are, at most twice as many.
+            hashes: an array of u64.
+            numbers: an array of u32; the number of each hash, or 0, is written there.
+        """
+        ...
+
+    def find_runs(
+        self, table: tuple[object, object, object], base: int, buckets: int, hashes: object, values: object, /
+    ) -> list[tuple[int, int]]:
+        """Returns what `HashTable.find_runs` does; `values` is an array of u32, by node number."""
+        ...
+
+    def link_nodes(self, table: tuple[object, object, object], base: int, buckets: int, numbers: object, /) -> None:
+        """Inserts nodes, an array of u32, into the chains of a `HashTable`."""
+        ...
+
+    def unlink_nodes(self, table: tuple[object, object, object], base: int, buckets: int, numbers: object, /) -> None:
+        """Removes nodes, an array of u32, from the chains of a `HashTable`."""
+        ...
+
+    def split_buckets(self, table: tuple[object, object, object], base: int, buckets: int, first: int, /) -> None:
+        """Moves to the buckets of a `HashTable` from `first` on, which are new, the nodes that belong there."""
+        ...
+
+    def remove_leaves(
+        self, links: tuple[object, ...], candidates: object, epoch: int, most: int, /
+    ) -> tuple[int, bytes, bytes]:
+        """Does what `kvparams.index.leaf_removal.remove_leaves` does; returns node numbers as packed u32.
+
+        Raises:
+            MemoryError: there is no memory for the numbers of removed nodes.
+        """
+        ...

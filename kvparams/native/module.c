@@ -9,7 +9,10 @@
 static PyMethodDef functions[] = {
     FUNCTION(member_spans), FUNCTION(edit_members), FUNCTION(request_head),
     FUNCTION(response_head), FUNCTION(read_chunks), FUNCTION(copy_values),
-    FUNCTION(gather_pages), FUNCTION(scatter_pages), {NULL, NULL, 0, NULL},
+    FUNCTION(gather_pages), FUNCTION(scatter_pages), FUNCTION(hash_blocks),
+    FUNCTION(find_nodes), FUNCTION(find_runs), FUNCTION(link_nodes),
+    FUNCTION(unlink_nodes), FUNCTION(split_buckets), FUNCTION(remove_leaves),
+    {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};

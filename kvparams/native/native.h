@@ -25,12 +25,39 @@ PyObject *read_chunks(PyObject *module, PyObject *const *args, Py_ssize_t count)
 PyObject *copy_values(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *gather_pages(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *scatter_pages(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *hash_blocks(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *find_nodes(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *find_runs(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *link_nodes(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *unlink_nodes(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *remove_leaves(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *split_buckets(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* Returns false, with an exception set, unless a function got so many arguments. */
 static inline bool has_arguments(Py_ssize_t count, Py_ssize_t wanted) {
     if (count != wanted)
         PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", wanted, count);
     return count == wanted;
+}
+
+/* Words of 4 or 8 bytes in the memory of another object. */
+typedef struct {
+    Py_buffer view;
+    Py_ssize_t count;
+} Words;
+
+/* Returns false, with an exception set, unless the object has such words in one piece. Otherwise the caller releases
+ * them. */
+static inline bool get_words(PyObject *object, Py_ssize_t width, bool writable, Words *words) {
+    if (PyObject_GetBuffer(object, &words->view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) < 0)
+        return false;
+    words->count = words->view.len / width;
+    bool is_aligned = words->count == 0 || (uintptr_t)words->view.buf % (uintptr_t)width == 0;
+    if (words->view.len % width == 0 && is_aligned)
+        return true;
+    PyBuffer_Release(&words->view);
+    PyErr_Format(PyExc_ValueError, "words of %zd bytes are needed", width);
+    return false;
 }
 
 #endif
