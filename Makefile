@@ -6,7 +6,7 @@ ENGINE ?= reference
 DEMO := $(if $(filter vllm,$(ENGINE)),.venv-vllm/bin,$(BIN))/python -m demo --engine "$(ENGINE)" --store "$(STORE)"
 READY := .venv/.ready
 # What runs with native code and without.
-PURE := tests/unit/kvparams/jsontext tests/system/adversary tests/system/fuzz tests/system/proxy/server tests/system/proxy/requests tests/system/proxy/upstream
+PURE := tests/unit/kvparams/index tests/unit/kvparams/kv_events tests/unit/kvparams/jsontext tests/system/adversary tests/system/fuzz tests/system/proxy/server tests/system/proxy/requests tests/system/proxy/upstream
 # Two tests at a time; those of a group in one process (tests/conftest.py). Fast ones often wait: three of them.
 TWO := -n 2 --dist loadgroup
 THREE := -n 3 --dist loadgroup
@@ -150,7 +150,7 @@ native: $(READY)
 
 # The C code with an address sanitizer, and one for undefined behavior.
 asan: $(READY)
-	$(BIN)/python hatch_build.py --sanitize $(BIN)/pytest -p no:cacheprovider tests/unit/kvparams/native tests/unit/kvparams/jsontext/test_json_document.py
+	$(BIN)/python hatch_build.py --sanitize $(BIN)/pytest -p no:cacheprovider tests/unit/kvparams/native tests/unit/kvparams/index tests/unit/kvparams/jsontext/test_json_document.py
 
 lint: $(READY)
 	$(BIN)/ruff check

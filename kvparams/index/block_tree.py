@@ -15,6 +15,7 @@ from kvparams.index.block_hashes import BlockHashes
 from kvparams.index.eviction_buckets import EvictionBuckets
 from kvparams.index.hash_table import HashTable, NodeNumbers
 from kvparams.index.leaf_removal import EVERY, NodeLinks, remove_leaves
+from kvparams.index.use_order import used_last_first
 from kvparams.index.zero_arrays import lazy_zeros
 
 __all__ = ["BlockTree"]
@@ -25,8 +26,10 @@ _NO_NODES: Final[NodeNumbers] = np.empty(0, np.uint32)
 _ONE: Final = np.uint32(1)
 _FIRST_EPOCH: Final = 1 << 20
 """Those before it are for what others have used: see `add_forest`."""
-_PIECE: Final = 4000
+_PIECE: Final = 2000
 """Blocks of `contents` at a time."""
+_SLICE: Final = 1 << 15
+"""Nodes that `contents` looks at in one step."""
 
 
 class BlockTree:
@@ -135,14 +138,14 @@ class BlockTree:
         self._epochs[made] = self.epoch
         self._queue_leaves(made)
 
-    def add_forest(self, hashes: BlockHashes, parents: BlockHashes, epoch: int | None = None) -> NodeNumbers:
+    def add_forest(self, hashes: BlockHashes, parents: BlockHashes, epochs: NodeNumbers | None = None) -> NodeNumbers:
         """Make nodes for blocks of any prompts, as many of the first ones as there is room for.
 
         Args:
             hashes: the blocks, each once.
             parents: for each the hash of the block in front of it; 0 where there is none. One that is not known counts
                 as none.
-            epoch: when they were used last, above 0; now, if not said.
+            epochs: for each when it was used last, above 0; now, if not said.
 
         Returns:
             Their nodes, those that were there before included; fewer than hashes where there is no room.
@@ -163,33 +166,36 @@ class BlockTree:
         self._parents[made] = fronts
         self._children[made] = 0
         np.add.at(self._children, fronts, _ONE)
-        self._epochs[made] = self.epoch if epoch is None else epoch
+        self._epochs[made] = self.epoch if epochs is None else epochs[missing]
         self._queue_leaves(made)
         return numbers
 
     def contents(
-        self, sets: Callable[[], NDArray[np.bool_]] | None = None
+        self, is_wanted: Callable[[], NDArray[np.bool_]] | None = None
     ) -> Iterator[tuple[BlockHashes, BlockHashes]]:
         """Yields blocks and the blocks in front of them, used last first: parents not behind their children.
 
-        The tree may change meanwhile: each piece is as it is when it is yielded, and what is new may be left out.
+        The tree may change meanwhile: each piece is as it is when it is yielded, and what is new may be left out. Empty
+        pieces come while blocks are sorted.
 
         Args:
-            sets: returns by the number of a set whether its blocks are wanted now; all are, if not said.
+            is_wanted: returns by the number of a set whether its blocks are wanted now; all are, if not said.
         """
-        numbers = self._wanted(np.arange(self.end, dtype=np.uint32), sets)
-        numbers = numbers[np.argsort(-self._epochs[numbers].astype(np.int64), kind="stable")]
-        for first in range(0, len(numbers), _PIECE):
-            piece = self._wanted(numbers[first : first + _PIECE], sets)
-            if len(piece):
-                yield self._hashes.take(piece), self._hashes.take(self._parents.take(piece))
+        for numbers in used_last_first(self._slices(is_wanted), self.epoch, _PIECE):
+            numbers = self._wanted(numbers, is_wanted)
+            yield self._hashes.take(numbers), self._hashes.take(self._parents.take(numbers))
 
-    def _wanted(self, numbers: NodeNumbers, sets: Callable[[], NDArray[np.bool_]] | None) -> NodeNumbers:
-        """Returns those of these numbers that are nodes' whose blocks are wanted."""
-        alive = self._hashes.take(numbers) != 0
-        if sets is not None:
-            alive &= sets().take(self.sets.take(numbers))
-        return numbers[alive]
+    def _slices(self, is_wanted: Callable[[], NDArray[np.bool_]] | None) -> Iterator[tuple[NodeNumbers, NodeNumbers]]:
+        """Yields the nodes of wanted blocks, some at a time, and when they were used last."""
+        for first in range(1, self.end, _SLICE):
+            numbers = self._wanted(np.arange(first, min(first + _SLICE, self.end), dtype=np.uint32), is_wanted)
+            yield numbers, self._epochs.take(numbers)
+
+    def _wanted(self, numbers: NodeNumbers, is_wanted: Callable[[], NDArray[np.bool_]] | None) -> NodeNumbers:
+        kept = self._hashes.take(numbers) != 0
+        if is_wanted is not None:
+            kept &= is_wanted().take(self.sets.take(numbers))
+        return numbers[kept]
 
     def use(self, numbers: NodeNumbers, now: float) -> None:
         """They go later."""

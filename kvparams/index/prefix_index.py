@@ -187,7 +187,7 @@ class PrefixIndex:
         parents: BlockHashes,
         now: float = 0.0,
         level: int = 0,
-        epoch: int | None = None,
+        epochs: NodeNumbers | None = None,
     ) -> int:
         """A worker has these blocks of any prompts: thousands at once. Nothing makes room.
 
@@ -197,7 +197,7 @@ class PrefixIndex:
             parents: for each the hash of the block in front of it, or 0.
             now: the time.
             level: where the worker has them.
-            epoch: when those that are new were used last, above 0; then the others are as old as before.
+            epochs: for each when it was used last, above 0, if it is new; then the others are as old as before.
 
         Returns:
             For how many, from the first one on, there was room.
@@ -210,24 +210,24 @@ class PrefixIndex:
             raise ValueError("a hash stands there twice, or is 0")
         bit = self.holders.add_worker(worker, _checked(level))
         self._tend()
-        numbers = self.tree.add_forest(hashes, parents, epoch)
+        numbers = self.tree.add_forest(hashes, parents, epochs)
         if len(numbers):
-            if epoch is None:
+            if epochs is None:
                 self.tree.use(numbers, now)
             self._change(numbers, 0, bit)
         return len(numbers)
 
     def contents(self, worker: Hashable, level: int) -> Iterator[tuple[BlockHashes, BlockHashes]]:
         """Yields the blocks that a worker has in a level, and the blocks in front of them: see `BlockTree.contents`."""
-        _checked(level)
+        holders, offset = self.holders, _checked(level)
 
-        def sets() -> NDArray[np.bool_]:
-            bits = self.holders.bits(worker)
-            wanted = (bits & -bits) << level
-            return np.array([bool(mask & wanted) for mask in self.holders.masks], bool)
+        def is_wanted() -> NDArray[np.bool_]:
+            bits = holders.bits(worker)
+            wanted = (bits & -bits) << offset
+            return np.array([mask & wanted != 0 for mask in holders.masks], bool)
 
-        if sets().any():
-            yield from self.tree.contents(sets)
+        if is_wanted().any():
+            yield from self.tree.contents(is_wanted)
 
     def touch(self, hashes: BlockHashes, now: float = 0.0) -> None:
         """These blocks are used: whatever is known of them is forgotten later."""

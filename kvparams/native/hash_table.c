@@ -204,6 +204,11 @@ PyObject *split_buckets(PyObject *module, PyObject *const *args, Py_ssize_t coun
     if (open_table(&table, args)) {
         uint64_t bucket = PyLong_AsUnsignedLongLong(args[3]);
         for (; !PyErr_Occurred() && bucket >= table.base && bucket < table.buckets; bucket++) {
+            if (bucket + TOGETHER < table.buckets) {
+                uint32_t soon = valid(&table, table.heads[bucket + TOGETHER - table.base]);
+                PREFETCH(&table.hashes[soon]);
+                PREFETCH(&table.next[soon]);
+            }
             uint32_t number = valid(&table, table.heads[bucket - table.base]);
             table.heads[bucket - table.base] = 0;
             while (number != 0) {

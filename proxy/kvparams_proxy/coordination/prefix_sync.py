@@ -11,7 +11,7 @@ from itertools import count
 from typing import Final, NamedTuple
 
 from kvparams.index.block_hashes import BlockHashes, join_hashes, pack_hashes, unpack_hashes
-from kvparams.index.feeds import IndexChange
+from kvparams.index.event_feed import IndexChange
 from kvparams.instances import Instance
 from kvparams.replication.entries import (
     BlocksChanged,
@@ -132,12 +132,13 @@ class PrefixSync:
         keys = {member.instance: key for key, member in self._names.members.items()}
         for instance, capacity, hashes, parents in self._model.contents():
             engine = keys.get(instance)
-            if engine is not None:
+            if engine is not None and len(hashes):
                 yield BlocksHeld(engine, capacity, 0, pack_hashes(hashes), pack_hashes(parents))
-                yield None
+            yield None
         for engine, member in list(self._names.members.items()):
             for level, hashes, parents in self._model.event_sources.contents(member):
-                yield BlocksHeld(engine, 0, level, pack_hashes(hashes), pack_hashes(parents))
+                if len(hashes):
+                    yield BlocksHeld(engine, 0, level, pack_hashes(hashes), pack_hashes(parents))
                 yield None
 
     def recent(self, seconds: float) -> Iterator[Entry | None]:

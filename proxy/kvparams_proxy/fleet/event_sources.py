@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvparams.index.block_hashes import BlockHasher, BlockHashes
-from kvparams.index.feeds import EventFeed, IndexChange, RoutingFeed
+from kvparams.index.event_feed import EventFeed, IndexChange
 from kvparams.index.holder_sets import LEVELS
 from kvparams.index.prefix_index import PrefixIndex
+from kvparams.index.routing_feed import RoutingFeed
 from kvparams.instances import Instance
 from kvparams.kv_events.model import EventBatch
 from kvparams_proxy.fleet.member import Member

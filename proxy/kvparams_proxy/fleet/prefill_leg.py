@@ -3,7 +3,7 @@
 from typing import NamedTuple, Protocol
 
 from kvparams.index.block_hashes import BlockHashes
-from kvparams.index.feeds import RoutedRequest
+from kvparams.index.routing_feed import RoutedRequest
 from kvparams.instances import Instance, RequestFacts
 from kvparams_proxy.fleet.foreign_prefix_model import ForeignRank
 from kvparams_proxy.fleet.member import Member

@@ -18,8 +18,8 @@ from math import gcd
 from typing import Final
 
 from kvparams.index.block_hashes import BlockHasher, BlockHashes
-from kvparams.index.feeds import RoutedRequest, RoutingFeed
 from kvparams.index.prefix_index import PrefixIndex
+from kvparams.index.routing_feed import RoutedRequest, RoutingFeed
 from kvparams.instances import Instance, RequestFacts, SchedulingPolicy
 from kvparams.routing.ttft_estimate import TTFTEstimate, estimate_ttft
 from kvparams_proxy.fleet.event_sources import EventSources

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from kvparams.index.block_hashes import BlockHashes
-from kvparams.index.feeds import RoutedRequest, RoutingFeed
 from kvparams.index.prefix_index import PrefixIndex
+from kvparams.index.routing_feed import RoutedRequest, RoutingFeed
 from kvparams.instances import Instance, RequestFacts
 from kvparams.routing.pairing import may_pair
 from kvparams_proxy.fleet.member import Member

@@ -10,8 +10,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvparams.index.block_hashes import BlockHasher, BlockHashes
-from kvparams.index.feeds import EventFeed, RoutingFeed
+from kvparams.index.event_feed import EventFeed
 from kvparams.index.prefix_index import PrefixIndex
+from kvparams.index.routing_feed import RoutingFeed
 from kvparams.kv_events.model import (
     AllBlocksCleared,
     BlockLocation,
