@@ -125,9 +125,9 @@ def test_hashes_that_stand_at_odd_places_are_found() -> None:
     hashes = np.arange(11, 31, dtype=np.uint64)
     table.insert(hashes, np.arange(1, 21, dtype=np.uint32))
     shifted = np.frombuffer(b"x" + hashes.tobytes(), np.uint64, offset=1)
-    for given in (hashes, hashes[::-1], shifted, np.repeat(hashes, 2)[::2]):
-        assert table.table.find(given).tolist() == [one - 10 for one in given.tolist()]
-        assert table.table.find_runs(given, table.keys.astype(np.uint32))[-1] == (20, given.item(-1))
+    for asked in (hashes, hashes[::-1], shifted, np.repeat(hashes, 2)[::2]):
+        assert table.table.find(asked).tolist() == [one - 10 for one in asked.tolist()]
+        assert table.table.find_runs(asked, table.keys.astype(np.uint32))[-1] == (20, asked.item(-1))
 
 
 def _links(parents: list[int], sets: list[int], epochs: list[int]) -> NodeLinks:
@@ -186,9 +186,9 @@ def test_arrays_that_are_no_table_are_refused() -> None:
         *(((hashes, table[1], numbers[:3]), 64, 64), ((hashes, table[1], bytes(16)), 64, 64), (table, -1, 64)),
         (((np.zeros(9, np.uint8)), table[1], numbers), 64, 64),
     ]
-    for given in wrong:
+    for arguments in wrong:
         with pytest.raises((TypeError, ValueError, BufferError, OverflowError)):
-            NATIVE.find_nodes(*given, hashes, numbers)
+            NATIVE.find_nodes(*arguments, hashes, numbers)
     with pytest.raises(ValueError, match="different lengths"):
         NATIVE.remove_leaves((numbers, numbers, numbers, numbers[:3], bytearray(4)), numbers, 0, 9)
 
