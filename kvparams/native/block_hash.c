@@ -30,12 +30,9 @@ static void hash_array(Hasher *hasher, const uint32_t *ids) {
 
 /* Returns -1, without an exception, for an item that is no `int` from 0 to 2^32 - 1. */
 static inline int64_t token_at(PyObject *list, Py_ssize_t at) {
-    PyObject *item = PyList_GetItem(list, at);
-    if (item != NULL && PyLong_CheckExact(item)) {
-        int64_t id = PyLong_AsSsize_t(item);
-        if (id >= 0 && id <= UINT32_MAX)
-            return id;
-    }
+    int64_t id = PyLong_AsSsize_t(PyList_GetItem(list, at));
+    if (id >= 0 && id <= UINT32_MAX)
+        return id;
     PyErr_Clear();
     return -1;
 }

@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -112,11 +112,12 @@ def test_tables_with_and_without_native_code_answer_as_a_dict(
             python.insert(hashes, numbers) if is_insertion else python.remove(numbers)
         values = np.arange(301, dtype=np.uint32) // 7
         leading = np.array([*list(held)[: count // 2], 77, *list(held)[:3]], np.uint64)
-        found = native.table.find(every), native.table.find_runs(leading, values)
+        asked = np.array([0, *every.tolist(), 0, *list(held), 0], np.uint64)
+        found = native.table.find(asked), native.table.find_runs(leading, values)
         with _python_alone():
-            assert python.table.find(every).tolist() == found[0].tolist()
+            assert python.table.find(asked).tolist() == found[0].tolist()
             assert python.table.find_runs(leading, values) == found[1]
-        assert found[0].tolist() == [held.get(one, 0) for one in every.tolist()]
+        assert found[0].tolist() == [held.get(one, 0) for one in asked.tolist()]
         assert len(native.table) == len(python.table) == len(held)
 
 
@@ -125,6 +126,11 @@ def test_hashes_that_stand_at_odd_places_are_found() -> None:
     hashes = np.arange(11, 31, dtype=np.uint64)
     table.insert(hashes, np.arange(1, 21, dtype=np.uint32))
     shifted = np.frombuffer(b"x" + hashes.tobytes(), np.uint64, offset=1)
+    assert table.table.find(np.array([13, 14, 0], np.uint64)).tolist() == [3, 4, 0]
+    assert table.table.find_runs(np.array([11, 0], np.uint64), table.keys.astype(np.uint32)) == [(1, 11)]
+    table.remove(np.array([2], np.uint32))
+    assert table.table.find(np.array([11, 0], np.uint64)).tolist() == [1, 0]
+    table.insert(hashes[1:2], np.array([2], np.uint32))
     for asked in (hashes, hashes[::-1], shifted, np.repeat(hashes, 2)[::2]):
         assert table.table.find(asked).tolist() == [one - 10 for one in asked.tolist()]
         assert table.table.find_runs(asked, table.keys.astype(np.uint32))[-1] == (20, asked.item(-1))
@@ -209,3 +215,11 @@ def test_a_long_chain_is_removed_at_once() -> None:
     links = _links([*range(5000)], [0] * 5000, [1] * 5000)
     found = remove_leaves(links, np.array([5000], np.uint32), 0, 1)
     assert _lists(found) == (0, [*range(5000, 0, -1)], [])
+
+
+@pytest.mark.parametrize("is_python", [False, True])
+def test_of_held_nodes_no_more_go_than_were_asked_for(is_python: bool) -> None:
+    links = _links([*range(5)], [1, 0, 1, 1, 1], [2] * 5)
+    with _python_alone() if is_python else nullcontext():
+        assert _lists(remove_leaves(links, np.array([5], np.uint32), 2, 2)) == (0, [5, 4], [3])
+        assert _lists(remove_leaves(links, np.array([3], np.uint32), 2, 1)) == (0, [3, 2], [1])  # nobody holds node 2
