@@ -64,8 +64,10 @@ class EngineBlockMap:
         Of a name that occurs twice, the first one is kept.
         """
         keys = keys[: max(1, self._capacity // 2)]
-        first = np.unique(keys, return_index=True)[1]
-        keys = keys[first]
+        order = keys.argsort(kind="stable")
+        keys = keys.take(order)
+        is_first = np.append(keys[:1] == keys[:1], keys[1:] != keys[:-1])
+        first, keys = order[is_first], keys[is_first]
         numbers = self._table.find(keys)
         fresh = numbers == 0
         made = self._take(int(np.count_nonzero(fresh)), numbers[~fresh])
@@ -82,7 +84,10 @@ class EngineBlockMap:
         """Numbers for so many names, none of these."""
         window = min(self._capacity, max(_WINDOW, 2 * (count + len(held))))
         numbers = ((self._next + np.arange(window)) % self._capacity + 1).astype(np.uint32)
-        needed = (self._index.last_used(self._hashes.take(numbers)) != 0) + 2 * np.isin(numbers, held)
+        needed = (self._index.last_used(self._hashes.take(numbers)) != 0).astype(np.int8)
+        pinned = (held.astype(np.int64) - 1 - self._next) % self._capacity
+        pinned = pinned[pinned < window]
+        needed[pinned] += 2
         order = np.argsort(needed, kind="stable")[:count]
         taken = numbers.take(order)
         if count:
