@@ -35,7 +35,8 @@ class HashTable:
         """Creates an empty table.
 
         Args:
-            keys: by number, the hash of each node that is in the table; that of number 0 is 0.
+            keys: by number, the hash of each node. It is written before the node is inserted; it is 0 for number 0, and
+                for nodes that were removed.
         """
         self._limit = max(_FIRST_BUCKETS, len(keys) - 1)
         self._keys = keys
