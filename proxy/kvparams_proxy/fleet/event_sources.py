@@ -15,7 +15,7 @@ from kvparams_proxy.fleet.member import Member
 __all__ = ["EventSources"]
 
 _NAMES: Final = 1 << 20
-"""Of engines' own blocks, of 16 tokens mostly: some 80 MiB when all are used, and engines publish events."""
+"""Of engines' own blocks, of 16 tokens mostly: some 50 MiB when all are used, and engines publish events."""
 
 
 class EventSources:

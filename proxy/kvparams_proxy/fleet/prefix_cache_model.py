@@ -46,7 +46,7 @@ SHARED_BLOCK_TOKENS: Final = 128
 _MOST_TOKENS: Final = 1 << 17
 """Of one prompt; what comes behind is not looked at. So many take some 0.5 ms."""
 _BLOCKS: Final = 1 << 20
-"""Of all engines together, some 60 MiB when all are used."""
+"""Of all engines together, some 65 MiB when all are used."""
 _FITS: Final = 1 << 15
 """Blocks that one engine's cache is believed to hold at first: more than most, since misses correct it at once."""
 _MOST_FITS: Final = 1 << 18
