@@ -21,13 +21,13 @@ def used_last_first(
 
     Args:
         nodes: some nodes at a time, and the epochs in which they were used last.
-        epoch: the last one.
+        epoch: the last one when this began.
         piece: nodes to yield at a time. An empty piece comes after each step in which nothing can be yielded yet.
     """
     parts: list[tuple[NodeNumbers, NDArray[np.uint16]]] = []
     counts = np.zeros(_AGES, np.int64)
     for numbers, epochs in nodes:
-        ages = np.minimum(epoch - epochs.astype(np.int64), _AGES - 1).astype(np.uint16)
+        ages = np.clip(epoch - epochs.astype(np.int64), 0, _AGES - 1).astype(np.uint16)
         order = ages.argsort(kind="stable")
         parts.append((numbers.take(order), ages.take(order)))
         counts += np.bincount(ages, minlength=_AGES)
