@@ -1,4 +1,4 @@
-"""Native code for what is done for each byte of a request, where it was built.
+"""Native code for what is done for each byte of a request and each block of the prefix index, where it was built.
 
 `NATIVE` is None where there is none, or where the environment says `KVPARAMS_NATIVE=off`. The Python code beside each
 call does the same for all forms of its input.

@@ -1,6 +1,7 @@
 """The functions of the native code, as their callers see them; the C files in this folder implement them.
 
-Every function handles the ordinary form of its input and returns None for any other.
+Functions that read requests and pages handle the ordinary form of their input and return None for any other. Those of
+the prefix index take arrays, which are objects with C-contiguous memory of native byte order, aligned to their words.
 """
 
 from collections.abc import Mapping, Sequence

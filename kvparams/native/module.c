@@ -1,7 +1,8 @@
-/* The module `kvparams.native._native`: what is done for each byte of a request, for the ordinary form of it.
+/* The module `kvparams.native._native`: what is done for each byte of a request, for the ordinary form of it, and for
+ * each block of the prefix index.
  *
- * Every function returns None for anything out of the ordinary, and the Python code that it stands for does the work
- * then. So this code decides nothing: it must only be right about what is ordinary. */
+ * A function that reads requests returns None for anything out of the ordinary, and the Python code that it stands for
+ * does the work then. So this code decides nothing: it must only be right about what is ordinary. */
 #include "native.h"
 
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
