@@ -39,8 +39,8 @@ static bool give_words(Table *table, PyObject *object, Py_ssize_t width, bool wr
     return true;
 }
 
-/* Reads `(hashes, heads, next)` and the two numbers behind it. Returns false with an exception set; the caller closes the
- * table in any case. */
+/* Reads `(hashes, heads, next)` and the two numbers behind it. Returns false with an exception set; the caller closes
+ * the table in any case. */
 static bool open_table(Table *table, PyObject *const *args) {
     table->array_count = table->given_count = 0;
     if (!PyTuple_CheckExact(args[0]) || PyTuple_Size(args[0]) != 3) {

@@ -173,3 +173,21 @@ def test_distrusted_capacities_are_as_at_first() -> None:
     assert feed.capacity("a") < 1000
     feed.distrust_capacities()
     assert feed.capacity("a") == 1000
+
+
+def test_of_much_that_has_gone_each_call_forgets_a_part() -> None:
+    index = PrefixIndex(1 << 17)
+    feed = RoutingFeed(index, 100_000, 100_000)
+    prompts = [_prompt(number, 0, 500, number) for number in range(60)]
+    for prompt in prompts:
+        feed.record_routed("a", prompt)
+    feed.record_reported(feed.record_routed("a", prompts[50]), 0)
+    lengths = [len(index)]
+    for number in range(5):
+        feed.record_routed("a", _prompt(100 + number, 0, 1, 100 + number))
+        lengths.append(len(index))
+    assert all(before - 8500 < after for before, after in zip([30_000, *lengths], lengths, strict=False))
+    assert lengths[0] > lengths[1] > lengths[2] > 0
+    assert not any(len(index.match(prompt).held[0]) for prompt in prompts[:50])
+    assert index.match(prompts[50]).held[0] == {"a": 500}
+    assert feed.capacity("a") <= lengths[-1] < 10_000

@@ -1,4 +1,4 @@
-"""Measures a snapshot of a million blocks: it is loaded soon, and no step of it holds up either proxy."""
+"""Tests that a snapshot of a million blocks is told and loaded soon, and that no step of it holds up either proxy."""
 
 import gc
 import time
