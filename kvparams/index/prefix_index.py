@@ -6,7 +6,7 @@ order, and the answer is still what was reported. Parents only decide what is ev
 """
 
 from collections.abc import Hashable, Iterator
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,10 +15,10 @@ from kvparams.index.block_hashes import BlockHashes
 from kvparams.index.block_tree import BlockTree
 from kvparams.index.hash_table import NodeNumbers
 from kvparams.index.holder_sets import LEVELS, HolderSets
+from kvparams.index.prefix_match import PrefixMatch, match_runs
 
-__all__ = ["PrefixIndex", "PrefixMatch"]
+__all__ = ["PrefixIndex"]
 
-_NOBODY: Final[dict[Hashable, int]] = {}
 _NONE: Final[BlockHashes] = np.empty(0, np.uint64)
 _PURGED: Final = 64
 """Sets from which bits of workers that have gone are taken, with each change."""
@@ -26,16 +26,6 @@ _MANY_RUNS: Final = 16
 """Of nodes with the same holders; more are sorted by their holders first."""
 _SWEPT: Final = 1024
 """Nodes looked at, with each change, for those that nobody holds any more."""
-
-
-class PrefixMatch(NamedTuple):
-    """A `PrefixMatch` holds the known holders of one prompt's prefix."""
-
-    blocks: int
-    """That were asked for."""
-    held: tuple[dict[Hashable, int], ...]
-    """By level: for each worker how many blocks it has from the beginning in this level or a nearer one. Workers with
-    none are absent. Where only the nearest level is used, this is one dict several times."""
 
 
 class PrefixIndex:
@@ -78,61 +68,7 @@ class PrefixIndex:
 
     def match(self, hashes: BlockHashes) -> PrefixMatch:
         """Returns how many of these blocks each worker holds from the beginning, without changing the index."""
-        holders = self.holders
-        masks, further, alive = holders.masks, holders.further, holders.nearest
-        found: dict[Hashable, int] = {}
-        reached = 0
-        for end, number in self.tree.leading_runs(hashes):
-            mask = masks[number]
-            if mask & further:
-                return self._match_levels(hashes)
-            still = alive & mask
-            if still != alive:
-                if reached:
-                    holders.collect_depths(alive ^ still, reached, found)
-                alive = still
-                if not alive:
-                    return PrefixMatch(len(hashes), (found,) * LEVELS)
-            reached = end
-        if reached:
-            holders.collect_depths(alive, reached, found)
-        return PrefixMatch(len(hashes), (found,) * LEVELS)
-
-    def _match_levels(self, hashes: BlockHashes) -> PrefixMatch:
-        """The same where not everything is held in the nearest level."""
-        holders = self.holders
-        masks, live = holders.masks, holders.live
-        runs: list[tuple[int, int]] = []  # up to which block the holders are these
-        alive, seen = live, 0
-        for end, number in self.tree.leading_runs(hashes):
-            mask = masks[number] & live
-            runs.append((end, mask))
-            seen |= mask
-            alive &= holders.within(mask, LEVELS - 1)
-            if not alive:
-                break
-        if not seen:
-            return PrefixMatch(len(hashes), (_NOBODY,) * LEVELS)
-        nearest = self._depths(runs, 0)
-        if seen == holders.within(seen, 0):
-            return PrefixMatch(len(hashes), (nearest,) * LEVELS)
-        return PrefixMatch(len(hashes), (nearest, *(self._depths(runs, level) for level in range(1, LEVELS))))
-
-    def _depths(self, runs: list[tuple[int, int]], level: int) -> dict[Hashable, int]:
-        found: dict[Hashable, int] = {}
-        holders = self.holders
-        alive, reached = holders.within(runs[0][1], level), 0
-        for end, mask in runs:
-            still = alive & holders.within(mask, level)
-            if still != alive:
-                holders.collect_depths(alive & ~still, reached, found)
-                alive = still
-                if not alive:
-                    return found
-            reached = end
-        if alive:
-            holders.collect_depths(alive, reached, found)
-        return found
+        return match_runs(self.holders, self.tree.leading_runs(hashes), len(hashes))
 
     def stored(
         self, worker: Hashable, hashes: BlockHashes, parent: int = 0, level: int = 0, now: float = 0.0
