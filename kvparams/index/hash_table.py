@@ -21,9 +21,11 @@ __all__ = ["HashTable", "NodeNumbers"]
 NodeNumbers = NDArray[np.uint32]
 
 _FIRST_BUCKETS: Final = 64
-_SPREAD: Final = np.uint64(0x9E3779B97F4A7C15)
+_SPREAD: Final = 0x9E3779B97F4A7C15
 """Spreads hashes that differ in few bits over the buckets: engines choose names of blocks as they like."""
-_32: Final = np.uint64(32)
+_ROW: Final = 16
+"""Hashes that are sooner compared with a row of the array than looked up."""
+_WORD: Final = (1 << 64) - 1
 
 
 class HashTable:
@@ -53,7 +55,12 @@ class HashTable:
 
     def get(self, key: int) -> int:
         """Returns the number of one hash; 0 if it is absent."""
-        return int(self.find(np.array([key], np.uint64))[0])
+        keys, heads, following = self._memory
+        home = (key * _SPREAD & _WORD) >> 32 & 2 * self._base - 1
+        number = heads[home - self._base if home >= self._buckets else home]
+        while number and keys[number] != key:
+            number = following[number]
+        return number
 
     def find(self, hashes: BlockHashes) -> NodeNumbers:
         """Returns the number of each hash; 0 where it is absent."""
@@ -75,9 +82,13 @@ class HashTable:
         """
         if NATIVE is not None:
             return NATIVE.find_runs(self._memory, self._base, self._buckets, _in_one_piece(hashes), values.data)
-        numbers = self._find(hashes)
-        absent = (numbers == 0).nonzero()[0]
-        found = values.take(numbers[: absent[0]] if len(absent) else numbers)
+        pieces = self._rows(hashes)
+        rest = hashes[sum(map(len, pieces)) :]
+        if len(rest) and self.get(rest.item(0)):
+            numbers = self._probe(rest)
+            absent = (numbers == 0).nonzero()[0]
+            pieces.append(numbers[: absent[0]] if len(absent) else numbers)
+        found = values.take(np.concatenate(pieces)) if pieces else values[:0]
         ends = [*((found[1:] != found[:-1]).nonzero()[0] + 1).tolist(), len(found)]
         return [(end, found.item(end - 1)) for end in ends if end]
 
@@ -120,6 +131,27 @@ class HashTable:
     # without native code
 
     def _find(self, hashes: BlockHashes) -> NodeNumbers:
+        pieces = self._rows(hashes)
+        return np.concatenate((*pieces, self._probe(hashes[sum(map(len, pieces)) :])))
+
+    def _rows(self, hashes: BlockHashes) -> list[NodeNumbers]:
+        """Finds the first hashes, as long as they belong to chains that were stored at once.
+
+        The numbers of such a chain follow one another. There may be more hashes that are present.
+        """
+        rows: list[NodeNumbers] = []
+        while len(hashes) >= _ROW and (first := self.get(hashes.item(0))):
+            keys = self._keys[first : first + len(hashes)]
+            ends = ((keys != hashes[: len(keys)]) | (keys == 0)).nonzero()[0]
+            length = ends.item(0) if len(ends) else len(keys)
+            if length < _ROW:
+                break
+            rows.append(np.arange(first, first + length, dtype=np.uint32))
+            hashes = hashes[length:]
+        return rows
+
+    def _probe(self, hashes: BlockHashes) -> NodeNumbers:
+        """Finds hashes, each in its bucket."""
         numbers = self._heads.take(self._homes(hashes))
         rows = (self._keys.take(numbers) != hashes).nonzero()[0]
         while len(rows):
@@ -147,7 +179,7 @@ class HashTable:
 
     def _homes(self, hashes: BlockHashes) -> NDArray[np.intp]:
         """Returns the bucket of each hash."""
-        homes = (hashes * _SPREAD >> _32 & np.uint64(2 * self._base - 1)).view(np.intp)
+        homes = (hashes * np.uint64(_SPREAD) >> np.uint64(32) & np.uint64(2 * self._base - 1)).view(np.intp)
         return homes - self._base * (homes >= self._buckets)
 
 

@@ -121,19 +121,31 @@ def test_tables_with_and_without_native_code_answer_as_a_dict(
         assert len(native.table) == len(python.table) == len(held)
 
 
-def test_hashes_that_stand_at_odd_places_are_found() -> None:
-    table = _Table(20)
-    hashes = np.arange(11, 31, dtype=np.uint64)
-    table.insert(hashes, np.arange(1, 21, dtype=np.uint32))
-    shifted = np.frombuffer(b"x" + hashes.tobytes(), np.uint64, offset=1)
+@pytest.mark.parametrize("is_python", [False, True])
+def test_a_row_of_numbers_is_found_wherever_the_hashes_stand(is_python: bool) -> None:
+    with _python_alone() if is_python else nullcontext():
+        _find_a_row()
+
+
+def _find_a_row() -> None:
+    table = _Table(40)
+    hashes = np.arange(11, 51, dtype=np.uint64)
+    table.insert(hashes, np.arange(1, 41, dtype=np.uint32))
+    values = table.keys.astype(np.uint32)
     assert table.table.find(np.array([13, 14, 0], np.uint64)).tolist() == [3, 4, 0]
-    assert table.table.find_runs(np.array([11, 0], np.uint64), table.keys.astype(np.uint32)) == [(1, 11)]
-    table.remove(np.array([2], np.uint32))
-    assert table.table.find(np.array([11, 0], np.uint64)).tolist() == [1, 0]
-    table.insert(hashes[1:2], np.array([2], np.uint32))
-    for asked in (hashes, hashes[::-1], shifted, np.repeat(hashes, 2)[::2]):
+    assert table.table.find_runs(np.array([11, 0], np.uint64), values) == [(1, 11)]
+    assert table.table.find_runs(hashes[:0], values) == []
+    shifted = np.frombuffer(b"x" + hashes.tobytes(), np.uint64, offset=1)
+    two = np.concatenate((hashes[20:], hashes[:20]))
+    for asked in (hashes, hashes[::-1], shifted, np.repeat(hashes, 2)[::2], two, np.append(two, two[:3])):
         assert table.table.find(asked).tolist() == [one - 10 for one in asked.tolist()]
-        assert table.table.find_runs(asked, table.keys.astype(np.uint32))[-1] == (20, asked.item(-1))
+        assert table.table.find_runs(asked, values)[-1] == (len(asked), asked.item(-1))
+    table.remove(np.array([25], np.uint32))
+    with_gap = [0 if one == 35 else one - 10 for one in two.tolist()]
+    assert table.table.find(two).tolist() == with_gap
+    two[two == 35] = 0  # no hash, though number 25 has it
+    assert table.table.find(two).tolist() == with_gap
+    assert table.table.find_runs(two, values)[-1] == (4, 34)
 
 
 def _links(parents: list[int], sets: list[int], epochs: list[int]) -> NodeLinks:
