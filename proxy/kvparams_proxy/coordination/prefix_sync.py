@@ -227,8 +227,8 @@ class PrefixSync:
         store = SharedStore(instance.store) if fetched and instance.store is not None else None
         reach = FetchableTokens(entry.cached_tokens + fetched if store else 0, store)
         hashes = self._hashes(entry) if entry.hashes or entry.held_blocks else None
+        legs[entry.leg] = member  # before its blocks are refused, if they are: its work counts until it ends
         self._model.begin_leg((sibling, entry.leg), member, PrefillLeg(decision, hashes, reach))
-        legs[entry.leg] = member
 
     def _end(self, sibling: int, entry: PrefillEnded) -> None:
         member = self._legs.get(sibling, {}).pop(entry.leg, None)
