@@ -95,7 +95,7 @@ async def _all(proxy: Server, engines: Sequence[Server], talks: int, turns: int)
 
 
 def hold(folder: Path, talks: int, turns: int, step_ms: int, policies: Sequence[str] = POLICIES) -> list[Held]:
-    """All conversations with each fleet under each policy; `folder` takes stores and logs."""
+    """Runs all conversations with each fleet under each policy; `folder` takes stores and logs."""
     found: list[Held] = []
     for fleet, shared in (("no store", False), ("one store", True)):
         for policy in policies:
@@ -109,7 +109,7 @@ def hold(folder: Path, talks: int, turns: int, step_ms: int, policies: Sequence[
 
 
 def table(found: Sequence[Held]) -> str:
-    """For people, and for RESULTS.md; the ratio is of the first row's time of the same fleet, and of all."""
+    """Returns a Markdown table. Times stand beside those of the fleet's first row, and of the first row of all."""
     lines = [
         "| fleet | policy | first token, mean ms | beside round robin | beside no store | cached | fetched |",
         "|---|---|---|---|---|---|---|",

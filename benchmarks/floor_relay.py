@@ -35,7 +35,7 @@ def decode_body(body: bytes, answer: bytes) -> bytes:
 
 
 class LegClient(Protocol):
-    """Whoever a leg is sent for."""
+    """A `LegClient` is the client that a leg is sent for."""
 
     path: bytes
     upstream: "Upstream | None"

@@ -80,7 +80,10 @@ class Request:
 
 
 class Pool:
-    """All connections to one target, as many as it takes. `on_done` is called after every request, right or wrong."""
+    """A `Pool` holds the connections to one target, as many as it takes.
+
+    `on_done` is called after every request, right or wrong.
+    """
 
     def __init__(self, target: Target, tally: Tally, on_done: Callable[[Request], None]) -> None:
         self.target = target

@@ -107,19 +107,18 @@ def open_at(
     """Sends requests at the times of a Poisson process, or evenly spaced.
 
     Args:
-        port: of the server, on the loopback interface.
-        ask: the request.
+        port: as for `closed`.
+        ask: as for `closed`.
         rate_per_s: arrivals per second.
         duration_s: of the run, after the warm-up.
         warm_up_s: arrivals before this are sent and checked, but not timed.
         seed: one seed gives one sequence of arrivals.
         arrivals: their distribution.
         drain_s: how long to wait after the last arrival for what is still unanswered.
-        strict: a wrong answer is a LoadError.
+        strict: as for `closed`.
 
     Raises:
-        LoadError: the generator failed, or an answer was wrong.
-        StartError: the generator cannot be compiled.
+        LoadError, StartError: as for `closed`.
         ValueError: the plan has no arrival, or too many.
     """
     offsets = arrival_offsets(arrivals, rate_per_s=rate_per_s, duration_s=warm_up_s + duration_s, seed=seed)

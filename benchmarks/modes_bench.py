@@ -69,7 +69,7 @@ def _started(processes: Processes, kvparams: Sequence[str], engines: Engines, *a
 
 
 def _ways(processes: Processes, kvparams: Sequence[str], engines: Engines, broker: str | None) -> list[Way]:
-    """All of them, ready."""
+    """Starts all ways that are measured, and returns them once they are ready."""
     both = ("--prefill", "@P", "--decode", "@D")
     found: dict[str, list[tuple[str, ...]]] = {
         "aggregated": [("proxy", "--mode", "aggregated", "--aggregated", "@A")],
@@ -98,7 +98,7 @@ def _port(server: Server) -> int:
 
 
 async def _agree(ways: Sequence[Way], asked: dict[str, object]) -> None:
-    """All of them answer the same; whatever is made at the first request has been made then."""
+    """Checks that all ways answer the same. This also makes whatever is made at the first request."""
     body = {**asked, "prompt": _TEXT, "stream": False}
     async with new_client() as client:
         answers = {
@@ -121,7 +121,7 @@ def _measured(way: Way, what: Ask, requests: int, at_once: int) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """For people, and for RESULTS.md."""
+    """Returns a Markdown table."""
     lines = [
         "| way | first token p50, ms | p99 | between tokens p99, ms | CPU per request, ms |",
         "|---|---|---|---|---|",

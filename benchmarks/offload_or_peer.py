@@ -157,7 +157,7 @@ class Fleet:
         return reply.text
 
     def _kind(self, prompt: str, engine: str) -> Kind:
-        """By who has seen this prompt before."""
+        """Returns the kind of a request, by the engines that have seen this prompt before."""
         if self._seen[0] != prompt:
             self._seen = (prompt, set())
         seen = self._seen[1]

@@ -40,7 +40,7 @@ class Scenario:
 
     @property
     def path(self) -> str:
-        """Where requests go."""
+        """The path that requests go to."""
         return "/v1/chat/completions" if self.prompt == "chat" else "/v1/completions"
 
     @property

@@ -75,7 +75,7 @@ class Bench:
         np.copyto(self._to, self._from)
 
     def memcpy_pages(self) -> None:
-        """The same page by page."""
+        """Copies the same memory page by page."""
         for start in range(0, self._to.size, self._page_bytes):
             end = start + self._page_bytes
             np.copyto(self._to[start:end], self._from[start:end])
@@ -86,7 +86,7 @@ class Bench:
             seal(source, identity)
 
     def put(self, *, sealing: bool = False) -> None:
-        """All pages under new keys; the oldest ones are evicted for them."""
+        """Puts all pages under new keys; the oldest values are evicted for them."""
         self._round += 1
         jobs: list[Job[Results]] = []
         for first in range(0, len(self.sources), self._batch):
@@ -99,7 +99,7 @@ class Bench:
         return put_of(f"{self._round}.{number}", self.sources[number], identity)
 
     def get(self, *, verifying: bool = False) -> None:
-        """All pages of the last put."""
+        """Gets all pages of the last put."""
         checks = Checks(self.targets, self._identities)
         keys = [f"{self._round}.{number}" for number in range(len(self.targets))]
         ops = [
@@ -112,11 +112,11 @@ class Bench:
             checks.finish(range(len(ops)))
 
     def seal_and_put(self) -> None:
-        """As a save from a device does: a page is sealed right before it goes."""
+        """Seals each page right before it is put, as a save from a device does."""
         self.put(sealing=True)
 
     def get_and_verify(self) -> None:
-        """As a load does: a page is verified when it arrives, if the store says so, else when all are there."""
+        """Verifies each page as a load does: when it arrives, if the store says so, else when all are there."""
         self.get(verifying=True)
 
     @staticmethod

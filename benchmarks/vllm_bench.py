@@ -181,7 +181,7 @@ def engine_cpu_s(server: Server) -> float:
 
 
 def _done_cpu_s(server: Server) -> float:
-    """The same, once the engine has nothing more to do: what it saves behind its answers counts too."""
+    """Returns the engine's CPU time once it has nothing more to do: what it saves behind its answers counts, too."""
     before = engine_cpu_s(server)
     give_up = time.monotonic() + _DONE_S
     while time.monotonic() < give_up:

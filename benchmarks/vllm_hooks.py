@@ -100,7 +100,7 @@ def _ask(url: str, prompts: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Spent:
-    """By the hooks of one half in one step, or of both."""
+    """A `_Spent` is the time of the hooks of one half in one step, or of both halves."""
 
     wall_ms: float
     cpu_ms: float
@@ -108,7 +108,9 @@ class _Spent:
 
 
 def _read(times: Path) -> dict[str, list[_Spent]]:
-    """By kind of step and half; `both` are on one thread, for there is one worker, in the scheduler's process."""
+    """Returns the times by kind of step and half. `both` are on one thread, since the only worker is in the scheduler's
+    process.
+    """
     seen: dict[str, list[_Spent]] = {}
     last: _Spent | None = None
     for line in times.read_text().splitlines():
@@ -124,7 +126,7 @@ def _read(times: Path) -> dict[str, list[_Spent]]:
 
 
 def _report(times: Path) -> dict[str, dict[str, float]]:
-    """By kind of step and half: how many, median and p99 in ms."""
+    """Returns, by kind of step and half, the number of steps, their median and p99 in ms."""
     found: dict[str, dict[str, float]] = {}
     for name, spent in sorted(_read(times).items()):
         wall = statistics.quantiles([one.wall_ms for one in spent], n=100)

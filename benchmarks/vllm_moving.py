@@ -99,7 +99,7 @@ class _Conversations:
         """By way, whether the second turn went elsewhere."""
 
     def sides(self, history: int, *, busy: bool) -> Mapping[str, Callable[[int], float]]:
-        """For `in_rounds`."""
+        """Returns the sides for `in_rounds`."""
         self.moved = {way: [] for way in _WAYS}
         return {way: lambda _, way=way: asyncio.run(self._second(way, history, busy=busy)) for way in _WAYS}
 

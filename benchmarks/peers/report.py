@@ -1,4 +1,4 @@
-"""What the rows of a run say: medians with intervals, and ratios of neighbors in a round. Pure.
+"""Summarizes the rows of a run: medians with intervals, and ratios of neighbors in a round. Pure.
 
 Ratios and differences are taken within a round, where both sides met the same noise, and summed up by their median.
 """

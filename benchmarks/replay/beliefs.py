@@ -117,7 +117,7 @@ class BySelf:
         return matched(blocks, self._used)
 
     def routed(self, leg: Leg) -> None:
-        """From now on it holds them: what is asked next runs after it."""
+        """Records that the worker holds the leg's blocks from now on: what is asked next runs after it."""
         blocks = leg.request.blocks
         used = self._used
         held = matched(blocks, used)

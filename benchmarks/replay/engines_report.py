@@ -58,7 +58,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """All parts of one policy, beside the first one's."""
+    """A `Line` sums up all parts of one policy, beside those of the first policy."""
 
     policy: str
     whole: Part
@@ -111,7 +111,7 @@ def _joined(parts: Sequence[Part]) -> Part:
 
 
 def table(parts: Sequence[Part], said: Sequence[Said]) -> str:
-    """As Markdown. The model's ratios stand beside what was measured."""
+    """Returns a Markdown table. The model's ratios stand beside what was measured."""
     rows = lines(parts, [each.policy for each in said])
     base = said[0]
     model = {each.policy: each for each in said}

@@ -51,7 +51,7 @@ class Ours:
         self._predicted: dict[int, int] = {}
 
     def place(self, leg: Leg, now: float) -> int:
-        """As the policy says, and every book is kept."""
+        """Chooses the prefill worker as the policy says, and records the leg wherever it counts."""
         self._now = now
         facts = self._facts(leg)
         chosen = self._prefill.choose(self.seats, facts, self._turn)
@@ -84,7 +84,7 @@ class Ours:
         self.seats[worker].belief.event(came, went)
 
     def decode(self, leg: Leg, running: Sequence[int]) -> int:
-        """As the policy says."""
+        """Chooses the decode worker as the policy says."""
         for seat, legs in zip(self._decoders, running, strict=True):
             seat.in_flight = legs
         return self._decode.choose(self._decoders, self._facts(leg), leg.number).index

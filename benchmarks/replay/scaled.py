@@ -57,7 +57,7 @@ class Counts(NamedTuple):
 
     @property
     def asked(self) -> float:
-        """All of them."""
+        """The sum of all kinds."""
         return sum(self)
 
 
@@ -75,7 +75,7 @@ class Scale:
 
     @property
     def world(self) -> World:
-        """The same fleet for the model."""
+        """Returns the same fleet for the model."""
         cost = Cost(fixed_s=0.0, tokens_per_s=self.tokens_per_s * BLOCK / TOKENS)
         common = self.store == "file"
         store = Shared(self.blocks * self.prefill, _LINK, self.prefill * _LINK) if common else None

@@ -91,7 +91,7 @@ def modelled(trace: Sequence[Request], speed: float, world: World, policy: str) 
 async def through_proxy(
     trace: Sequence[Request], speed: float, world: World, policy: str, faster: float, logs: Path
 ) -> Found:
-    """The same by the real one.
+    """Replays the trace through the real proxy, and returns the same figures.
 
     Raises:
         StartError: the proxy does not start, or an answer was wrong.

@@ -50,7 +50,7 @@ class Figure:
 
     @property
     def meets(self) -> bool | None:
-        """Whether it meets its bar; None without one."""
+        """Returns whether the figure meets its bar; None without one."""
         if self.bar is None:
             return None
         relation, _, limit = self.bar.partition(" ")

@@ -27,6 +27,8 @@ _PLACE: Final = re.compile(r"([A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]*\])(?::(.*))?", re
 _PORT: Final = re.compile(r"[0-9]{0,5}")
 _PATH: Final = re.compile(r"[\w./~+%,: -]*")
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_ANY_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""Misspelt ones, too: an error shows them."""
 _VALUE: Final = re.compile(r"[A-Za-z0-9._:/%+-]{0,128}")
 _TIER: Final = re.compile(r"l[1-9]")
 _HARMLESS: Final = frozenset({
@@ -155,6 +157,9 @@ class StoreURL:
         settings = dict(pairs)
         if len(settings) != len(pairs):
             raise StoreError(f"{redact_url(text)!r} has the same setting twice")
+        if not all(map(_ANY_NAME.fullmatch, settings)):  # perhaps the rest of a password with a ? in it
+            what = "has a setting whose name is none; write ? # / and @ percent-encoded"
+            raise StoreError(f"{redact_url(text)!r} {what}")
         return cls(text, parts.scheme, parts.netloc, unquote(parts.path), settings)
 
     @property

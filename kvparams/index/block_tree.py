@@ -144,7 +144,7 @@ class BlockTree:
         Args:
             hashes: the blocks, each once.
             parents: for each the hash of the block in front of it; 0 where there is none. One that is not known counts
-                as none.
+                as none, and so do all where following them leads to no beginning.
             epochs: for each when it was used last, above 0; now, if not said.
 
         Returns:
@@ -163,6 +163,7 @@ class BlockTree:
         self._hashes[made] = hashes[missing]
         self._table.insert(made)
         fronts = self._table.find(parents[missing])
+        fronts[_is_endless(made, fronts)] = 0
         self._parents[made] = fronts
         self._children[made] = 0
         np.add.at(self._children, fronts, _ONE)
@@ -261,3 +262,14 @@ class BlockTree:
             self._freed += len(numbers)
             self._hashes[numbers] = 0
         return hashes
+
+
+def _is_endless(made: NodeNumbers, fronts: NodeNumbers) -> NDArray[np.bool_]:
+    """Returns for which of some new nodes following the nodes in front of them never leads to one that is not new."""
+    order = np.argsort(made)
+    places = np.searchsorted(made, fronts, sorter=order)
+    ups = np.append(order.take(places, mode="clip"), len(made))  # the last place stands for all other nodes
+    ups[:-1][made.take(ups[:-1]) != fronts] = len(made)
+    for _ in range(len(made).bit_length()):  # each time twice as far
+        ups = ups.take(ups)
+    return ups[:-1] != len(made)

@@ -3,6 +3,7 @@
 valkey://host:6379?prefix=site-a        a Valkey server; valkeys:// speaks TLS
 """
 
+import re
 from typing import Final, NamedTuple
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
@@ -13,7 +14,7 @@ __all__ = ["DEFAULT_PREFIX", "ShareURL", "parse_share_url"]
 DEFAULT_PREFIX: Final = "kvparams"
 _SCHEMES: Final = ("valkey", "valkeys")
 _MAX_PREFIX: Final = 128
-_MAX_PORT: Final = 65535
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
 class ShareURL(NamedTuple):
@@ -55,6 +56,8 @@ def parse_share_url(text: str) -> ShareURL:
     settings = dict(parse_qsl(parts.query, keep_blank_values=True))
     prefix = settings.pop("prefix", DEFAULT_PREFIX)
     for name in settings:
+        if _NAME.fullmatch(name) is None:  # perhaps the rest of a password with a ? in it
+            raise ValueError("a setting behind ? has a name that is none; write ? # / and @ percent-encoded")
         raise ValueError(f"{name!r} is no setting of it{did_you_mean(name, ['prefix'])}: it has `prefix`")
     if not 1 <= len(prefix) <= _MAX_PREFIX or not prefix.isascii() or not prefix.isprintable() or " " in prefix:
         raise ValueError(f"prefix must have 1 to {_MAX_PREFIX} visible ASCII characters")

@@ -37,6 +37,8 @@ _PIECE: Final = 4000
 """Blocks in one entry."""
 _MOST_RECENT: Final = 1 << 18
 """Blocks of recent prompts that are remembered: 2 MiB, some minutes of a busy proxy."""
+_MOST_PROMPTS: Final = 1 << 15
+"""Such prompts: each takes some 250 bytes beside its blocks."""
 _MOST_LEGS: Final = 1 << 16
 """Of one sibling that run at a time; of more, nothing is believed."""
 
@@ -155,9 +157,11 @@ class PrefixSync:
         self._recent_blocks = sum(len(each.hashes) for each in self._recent)
 
     def _remember(self, engine: int, hashes: BlockHashes) -> None:
+        if not len(hashes):  # nothing to tell
+            return
         self._recent.append(_RecentPrompt(self._now(), engine, hashes))
         self._recent_blocks += len(hashes)
-        while self._recent_blocks > _MOST_RECENT:
+        while self._recent_blocks > _MOST_RECENT or len(self._recent) > _MOST_PROMPTS:
             self._recent_blocks -= len(self._recent.popleft().hashes)
 
     def _running(self) -> Iterator[Entry]:
@@ -228,8 +232,8 @@ class PrefixSync:
         store = SharedStore(instance.store) if fetched and instance.store is not None else None
         reach = FetchableTokens(entry.cached_tokens + fetched if store else 0, store)
         hashes = self._hashes(entry) if entry.hashes or entry.held_blocks else None
+        legs[entry.leg] = member  # before its blocks are refused, if they are: its work counts until it ends
         self._model.begin_leg((sibling, entry.leg), member, PrefillLeg(decision, hashes, reach))
-        legs[entry.leg] = member
 
     def _end(self, sibling: int, entry: PrefillEnded) -> None:
         member = self._legs.get(sibling, {}).pop(entry.leg, None)

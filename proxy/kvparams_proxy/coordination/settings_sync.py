@@ -20,6 +20,8 @@ _MOST_NAMES: Final = 1 << 15
 _REMOVED: Final = b"null"
 _MOST_BYTES: Final = 48 << 10
 """Of one value, as JSON."""
+_MOST_AHEAD: Final = 1 << 32
+"""A revision that is so far ahead of those that were seen is none: a message has 64 bits for it."""
 
 
 class SettingsSync:
@@ -63,14 +65,19 @@ class SettingsSync:
         """Applies a change of a sibling, if it is the newest of its name.
 
         Raises:
-            ValueError: its value is not JSON or too long, or there are too many names.
+            ValueError: its value is not JSON or too long, its revision cannot be, or there are too many names.
         """
         before = self._entries.get(entry.name)
         if before is not None and (before.revision, before.writer) >= (entry.revision, entry.writer):
             return
         if len(entry.value) > _MOST_BYTES:
             raise ValueError("a sibling has changed a setting to a value that is too long")
-        value: object = json.loads(entry.value)
+        if entry.revision > self._revision + _MOST_AHEAD:
+            raise ValueError("a sibling has changed a setting in a revision that cannot be")
+        try:
+            value: object = json.loads(entry.value)
+        except RecursionError:
+            raise ValueError("a sibling has changed a setting to a value that is nested too deeply") from None
         self._put(entry)
         if before is None or before.value != entry.value:
             self.apply(entry.name, value)

@@ -121,6 +121,9 @@ class ValkeyTransport:
             except (ValkeyError, OSError, TimeoutError) as error:
                 self.problem = str(error) or type(error).__name__
                 _log.debug("the server of other proxies: %s", self.problem)
+            except Exception as error:  # noqa: BLE001  what the client raises where a server does not speak its protocol
+                self.problem = f"the server does not speak the protocol of Valkey ({type(error).__name__})"
+                _log.debug("the server of other proxies: %s", self.problem, exc_info=error)
             finally:
                 with suppress(ValkeyError, OSError, TimeoutError):
                     await client.aclose()

@@ -32,4 +32,5 @@ class LoopLag:
 
     def _look(self) -> None:
         self._seen.observe(max(0.0, self._loop.time() - self._due_s))
+        self._seen.fold()  # nobody else does while there are no requests
         self._set()

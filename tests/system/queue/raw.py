@@ -8,6 +8,7 @@ from typing import Final, Self
 
 import aio_pika
 from aio_pika.abc import AbstractChannel, AbstractConnection, AbstractIncomingMessage
+from aiormq.exceptions import ConnectionInternalError
 
 from kvparams_proxy.queue.messages import (
     ControlMessage,
@@ -26,6 +27,8 @@ from tests.support.waiting import until
 __all__ = ["RawNode", "hearing", "sent", "waiting"]
 
 LIMIT_S: Final = 20.0
+ENTER_S: Final = 100.0
+"""The broker takes a minute to find out that it is too slow."""
 
 
 class RawNode:
@@ -41,18 +44,31 @@ class RawNode:
         self._channel: AbstractChannel | None = None
 
     async def __aenter__(self) -> Self:
-        self._connection = await aio_pika.connect(self._url)
-        self._channel = channel = await self._connection.channel()
-        await channel.set_qos(prefetch_count=1)
-        control = await channel.declare_queue(self.names.control(self.name), exclusive=True, auto_delete=True)
-        await control.consume(self._ordered, no_ack=True)
-        await (await channel.get_queue(self.names.work)).consume(self._work.put)
+        await until(self._has_entered, ENTER_S, pause_s=0.1)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.leave()
+
+    async def _has_entered(self) -> bool:
+        """Connects and consumes. Returns False where the broker closes the connection with an internal error.
+
+        RabbitMQ 3.10.8 does so, with 541, where a quorum queue does not take a consumer in time (rabbit_channel.erl).
+        Nodes connect again then.
+        """
+        self._connection = await aio_pika.connect(self._url)
+        try:
+            self._channel = channel = await self._connection.channel()
+            await channel.set_qos(prefetch_count=1)
+            control = await channel.declare_queue(self.names.control(self.name), exclusive=True, auto_delete=True)
+            await control.consume(self._ordered, no_ack=True)
+            await (await channel.get_queue(self.names.work)).consume(self._work.put)
+        except ConnectionInternalError:
+            await self._connection.close()
+            return False
+        return True
 
     async def leave(self) -> None:
         """The connection is gone, with all that was not acknowledged."""

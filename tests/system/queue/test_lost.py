@@ -2,9 +2,11 @@
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import Final
+from typing import Any, Final
 
 import pytest
+from aiormq.channel import Channel
+from aiormq.exceptions import ConnectionInternalError
 
 from kvparams_proxy.queue.messages import ControlMessage, ResultHead, ResultPart, WorkItem, write_control, write_work
 from kvparams_proxy.queue.topology import QueueNames
@@ -42,6 +44,32 @@ async def test_work_that_nobody_had_begun_to_answer_is_lost_at_once(nodes: Nodes
     await nodes.decode(echo)
     await ended(heard)
     assert isinstance(heard.error, UpstreamError)
+
+
+@pytest.mark.parametrize("error", ["internal error", "none"], ids=["internal error", "control-no error"])
+async def test_a_node_whose_consumer_the_broker_fails_to_take_comes_back(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    """RabbitMQ does so on a machine that is full, with 541; to the nodes of the tests as well."""
+    failed: list[str] = []
+    consume = Channel.basic_consume
+
+    async def fails_once(self: Channel, queue: str, *arguments: Any, **named: Any) -> Any:
+        if queue == QueueNames(nodes.name).work and not failed and error != "none":
+            failed.append(queue)
+            await self.connection.close(ConnectionInternalError("INTERNAL_ERROR"))
+            raise ConnectionInternalError("INTERNAL_ERROR")
+        return await consume(self, queue, *arguments, **named)
+
+    monkeypatch.setattr(Channel, "basic_consume", fails_once)
+    way = nodes.prefill()
+    decode = await nodes.decode(echo)
+    assert (await ended(send(way)[1])).error is None
+    assert len(decode.engine.bodies) == 1
+    assert len(failed) == (error != "none")
+    failed.clear()
+    async with RawNode(nodes.broker.url, nodes.name, "second"):
+        assert len(failed) == (error != "none")
 
 
 @pytest.mark.slow

@@ -79,6 +79,11 @@ def test_settings_that_cannot_be_are_refused_with_what_to_write(options: tuple[s
 def test_a_password_is_never_shown() -> None:
     url = parse_share_url("valkeys://user:secret@[::1]:6380/2?prefix=site-a")
     assert str(url) == "valkeys://[::1]:6380/2?prefix=site-a"
-    with pytest.raises(ValueError, match="database") as refused:
-        parse_share_url("valkey://user:secret@host/kv")
-    assert "secret" not in str(refused.value)
+    for text, told in (
+        ("valkey://user:secret@host/kv", "database"),
+        ("valkey://user:1?secret@host:6379?prefix=a", "percent-encoded"),
+        ("valkey://user:secret@host?prefx=a", "did you mean prefix"),
+    ):
+        with pytest.raises(ValueError, match=told) as refused:
+            parse_share_url(text)
+        assert "secret" not in str(refused.value)

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from valkey import Valkey
 
 from kvparams.replication.messages import MessageAuthenticator, MessageKind
 from kvparams_proxy.config.share_url import parse_share_url
+from kvparams_proxy.coordination import valkey_transport
 from kvparams_proxy.coordination.valkey_transport import ValkeyTransport
 from tests.support.connectors.valkey_server import ValkeyServer
 from tests.support.processes import Processes
@@ -98,6 +100,34 @@ async def test_what_waited_too_long_for_the_server_is_not_sent(valkey: ValkeySer
     await sender.close()
     await receiver.close()
     assert received == [b"new"]
+
+
+@pytest.mark.parametrize("answer", [b":1\r\n", b"*1\r\n$7\r\nmessage\r\n", b"HTTP/1.1 400 Bad\r\n\r\n"])
+async def test_a_server_that_speaks_something_else_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    monkeypatch.setattr(valkey_transport, "_FIRST_PAUSE_S", 0.001)
+    connections = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        with suppress(OSError):
+            while await reader.read(4096):
+                writer.write(answer)
+                await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    transport = ValkeyTransport(asyncio.get_running_loop(), parse_share_url(f"valkey://127.0.0.1:{port}"), 1)
+    transport.start(lambda message: None)
+    try:
+        await until(lambda: connections >= 5)  # one to send, the others to receive
+    finally:
+        await transport.close()
+        server.close()
+    assert transport.problem
 
 
 async def test_what_others_write_there_is_not_believed(

@@ -72,6 +72,12 @@ def alive(kinds: tuple[type, ...] = KINDS) -> Counter[str]:
     return Counter(type(each).__name__ for each in gc.get_objects() if isinstance(each, kinds))
 
 
+async def at_rest(kinds: tuple[type, ...] = KINDS) -> Counter[str]:
+    """What there is while the proxy asks its engines nothing: probes and readings of metrics are exchanges, too."""
+    await until(lambda: not alive())
+    return alive(kinds)
+
+
 async def outlived(scripted: Any, proxy: Any, name: str, stream: bool, **settings: Any) -> None:
     """Sends three requests to engines that behave in one of the `WAYS`; nothing of them is left."""
     good = sending(SSE + chunk(EVENT) + chunk(DONE) + b"0\r\n\r\n") if stream else sending(whole(GOOD))
@@ -80,8 +86,7 @@ async def outlived(scripted: Any, proxy: Any, name: str, stream: bool, **setting
     limits = {"prefill_timeout_s": 0.3, "decode_timeout_s": 0.3}
     urls = [engines["prefill"].url], [engines["decode"].url]
     running = await proxy(*urls, probe_interval_s=60.0, **limits, **settings)
-    await asyncio.sleep(0)
-    before = alive()
+    before = await at_rest()
     for _ in range(3):
         got = await running.client.post("/v1/completions", json=BODY | {"stream": stream})
         assert got.status_code == 200 or name != "well", got.text
@@ -129,7 +134,7 @@ async def test_nothing_of_a_request_outlives_it_where_it_is_cut_off(
     engines = {role: await scripted(script) for role, script in scripts.items()}
     limit = {} if how == "the client leaves" else {"request_timeout_s": 0.3}
     running = await proxy([engines["prefill"].url], [engines["decode"].url], probe_interval_s=60.0, **limit)
-    before = alive()
+    before = await at_rest()
     reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
     body = json.dumps(BODY | {"stream": True}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: p\r\ncontent-type: application/json\r\n"
@@ -153,7 +158,7 @@ async def test_nothing_of_a_request_outlives_it_where_its_connection_is_given_up
 
     engine = await scripted(silent)
     pool = UpstreamConnectionPool(engine.url, UpstreamLimits())
-    before = alive()
+    before = await at_rest()
     for _ in range(3):
         exchange = pool.exchange(pool.request(b"/v1/completions", b"", TEXT), ResponseCollector(1000, unheard))
         for _ in range(turns):
@@ -208,8 +213,7 @@ async def test_nothing_of_a_client_outlives_its_connection(
     """The direct way and, for a path with a query, the one through ASGI."""
     prefill, decode = await scripted(sending(whole(GOOD))), await scripted(sending(whole(GOOD)))
     running = await proxy([prefill.url], [decode.url], probe_interval_s=60.0)
-    await asyncio.sleep(0)
-    before = alive(CLIENTS + KINDS)
+    before = await at_rest(CLIENTS + KINDS)
     for _ in range(3):
         _, writer = await asyncio.open_connection("127.0.0.1", running.port)
         writer.write(sent)

@@ -57,6 +57,9 @@ NAMED = [
     f"//u:{SECRET}@{HOST}:6379",
 ]
 UNNAMED = [
+    f"valkey://u:1?{SECRET}@{HOST}?ttl=5",
+    f"lmcache://u:1?{SECRET}@{HOST}:65432?prefix=a&b=c",
+    tiers("memory:?size=8MiB", f"valkey://u:1?{SECRET}@{HOST}?ttl=5"),
     f"valkey://u:{SECRET}[@{HOST}",
     f"valkey://u:p/{SECRET}@{HOST}",
     f"valkey://u:p?{SECRET}@{HOST}",

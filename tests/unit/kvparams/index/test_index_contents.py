@@ -103,6 +103,29 @@ def test_many_blocks_are_added_and_then_evicted_one_chain_after_the_other() -> N
     assert 40 <= whole <= 60  # leaves go first, so hardly a chain is cut in the middle
 
 
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 30)), max_size=40, unique_by=lambda each: each[0]))
+def test_blocks_that_stand_in_front_of_themselves_are_kept_without_a_front(told: list[tuple[int, int]]) -> None:
+    index = PrefixIndex(64)
+    index.stored("b", np.array([31, 30], np.uint64))
+    columns = np.array(told, np.uint64).reshape(-1, 2)
+    index.stored_forest("a", columns[:, 0], columns[:, 1])
+    fronts = {30: 31, **{block: front for block, front in told if block != 30}}
+
+    def chain(block: int) -> list[int]:
+        """Returns the blocks up to this one, or it alone where following its fronts leads nowhere."""
+        found: list[int] = []
+        at = block
+        while at in (*fronts, 31) and len(found) < 50:
+            found.append(at)
+            at = fronts.get(at, 0)
+        return found[::-1] if len(found) < 50 else [block]
+
+    for block in fronts:
+        assert index.chain_to(block, 1000).tolist() == chain(block)
+    index.forget(1000)
+    assert not len(index), "they can be evicted"
+
+
 def test_what_is_evicted_while_contents_are_read_is_not_told() -> None:
     """A copy is read in pieces; between two of them nodes are freed, and used for other blocks."""
     index = PrefixIndex(1 << 15)

@@ -10,8 +10,10 @@ import pytest
 from kvparams.index.block_hashes import BlockHashes
 from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.kv_events.model import BlockLocation, BlockRemoved, BlockStored, EventBatch, EventSource
+from kvparams.replication.entries import BlocksRouted
 from kvparams.routing.breaker import BreakerState
 from kvparams.routing.policies.least_load import LeastLoad
+from kvparams_proxy.coordination import prefix_sync
 from kvparams_proxy.coordination.exchange import HEARTBEAT_S, LEASE_S
 from tests.support.proxy.memory_network import MemoryNetwork
 from tests.support.proxy.shared_site import SharedProxy, facts
@@ -329,6 +331,22 @@ def test_only_what_was_missed_is_told_again(site: Site) -> None:
     site.after(3.0)
     assert _cached(b, new)[engine] > 100_000
     assert a.shared.exchange.sent_bytes - before < 1.5 * 8 * len(new) / 128 + 6000  # heartbeats are some of these
+
+
+def test_what_is_remembered_for_those_who_missed_it_is_bounded(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts without a whole block take no room at all, and short ones not without end."""
+    a = site.proxies[0]
+
+    def told() -> int:
+        return sum(isinstance(each, BlocksRouted) for each in a.shared.recent(1e9))
+
+    for number in range(50):
+        _compute(a, f"shorter than a block {number}", [number] * 100)
+    assert told() == 0
+    monkeypatch.setattr(prefix_sync, "_MOST_PROMPTS", 20)
+    for number in range(50):
+        _compute(a, f"of one block {number}", [number] * 200)
+    assert told() == 20
 
 
 def test_what_an_engine_had_before_it_restarted_is_not_told_again(site: Site) -> None:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.replication.entries import Entry, SettingChanged
+from kvparams.replication.entry_codec import encode_entry
 from kvparams_proxy.coordination import settings_sync
 from kvparams_proxy.coordination.settings_sync import SettingsSync
 
@@ -66,6 +67,26 @@ def test_values_have_a_limit() -> None:
         one.map.apply_entry(SettingChanged(1, 2, "long", b'"' + b"x" * (49 << 10) + b'"'))
     with pytest.raises(ValueError, match="Expecting"):
         one.map.apply_entry(SettingChanged(1, 2, "bad", b"{"))
+    assert not one.used
+
+
+@pytest.mark.parametrize("revision", [2**64 - 1, 2**63, 2**40])
+def test_a_revision_that_cannot_be_does_not_end_the_changes_of_the_others(revision: int) -> None:
+    """No higher one would fit into a message."""
+    one = Copy(1)
+    with pytest.raises(ValueError, match="revision"):
+        one.map.apply_entry(SettingChanged(revision, 2, "drain/x", b"true"))
+    assert not one.used
+    one.map.apply_entry(SettingChanged(1_000_000, 2, "drain/x", b"true"))  # the control
+    one.write("drain/x", False)
+    assert one.used == {"drain/x": False}
+    assert all(len(encode_entry(entry)) < 100 for entry in one.sent)
+
+
+def test_a_value_that_is_nested_without_end_is_not_used() -> None:
+    one = Copy(1)
+    with pytest.raises(ValueError, match="nested"):
+        one.map.apply_entry(SettingChanged(1, 2, "x", b"[" * 40_000))
     assert not one.used
 
 

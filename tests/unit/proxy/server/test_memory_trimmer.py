@@ -57,7 +57,9 @@ def test_small_bodies_and_a_closed_trimmer_cause_no_trim(loop: TrimLoop) -> None
     loop.run_until(loop.time() + 60)
     assert loop.trimmed == []
     trimmer.freed(1)
+    assert len(loop.left()) == 1
     trimmer.close()
+    assert loop.left() == [], "no timer is left"
     trimmer.freed(MEBIBYTE)
     loop.run_until(loop.time() + 60)
     assert loop.trimmed == []

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from kvparams.instances import RequestFacts
 from kvparams.routing.request_lifecycle import RequestLifecycle
 from kvparams_proxy.telemetry.histogram import Histogram
+from kvparams_proxy.telemetry.loop_lag import LoopLag
 from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.request_record import RequestRecord
+from tests.support.virtual_loop import VirtualLoop
 
 FACTS = RequestFacts("r", "t", None, 1, 1, None, None)
 
@@ -49,6 +51,16 @@ def test_what_is_not_counted_yet_is_bounded() -> None:
     (seconds,) = (each for each in metrics.collect() if each.name == "kvparams_proxy_time_to_first_byte_seconds")
     assert next(s.value for s in seconds.samples if s.name.endswith("_count")) == 5000
     assert kept(metrics) == 0
+
+
+def test_a_proxy_without_requests_keeps_no_values() -> None:
+    """The lag of the event loop is looked at all the time."""
+    metrics, loop = Metrics(), VirtualLoop()
+    lag = LoopLag(loop, metrics.loop_lag)
+    loop.run_until(loop.time() + 3600.0)
+    lag.close()
+    assert metrics.loop_lag.count > 10_000
+    assert kept(metrics) < 100
 
 
 def test_counting_the_values_changes_no_figure() -> None:
