@@ -9,9 +9,10 @@ import logging
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, NoReturn
 
+from kvparams_proxy.config.discovery_url import KubernetesSource
 from kvparams_proxy.config.spec_parsing import parse_spec
 from kvparams_proxy.config_errors import ConfigProblems
 from kvparams_proxy.discovery.kubernetes_api import ExpiredVersion, KubernetesAPI, KubernetesError
@@ -20,7 +21,7 @@ from kvparams_proxy.discovery.watched_objects import WatchedObjects, name_of
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, SpecRules
 from kvparams_proxy.fleet.registry.registry import Registry
 
-__all__ = ["KubernetesProvider", "KubernetesSource"]
+__all__ = ["KubernetesProvider"]
 
 _log = logging.getLogger(__name__)
 
@@ -34,20 +35,6 @@ _CONFIRM_S: Final = 1.0
 """Between two lists of which the second has to confirm that the first was rightly empty."""
 _FIRST_BACKOFF_S: Final = 0.2
 _LONGEST_BACKOFF_S: Final = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class KubernetesSource:
-    """Where engines are looked for."""
-
-    selector: str
-    """As `kubectl get --selector` takes it."""
-    namespace: str | None = None
-    """That of the service account or of the kubeconfig's context, if not said."""
-    port: int = 8000
-    """Of engines whose pod does not say it."""
-    resource: str = "pods"
-    """`pods` or `endpointslices`."""
 
 
 class KubernetesProvider:
