@@ -5,16 +5,20 @@ that has vanished or that nobody answers for changes nothing: the last good set 
 """
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 from hashlib import blake2b
 from ipaddress import IPv6Address, ip_address
-from typing import Final, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, cast
 
 from kvparams_proxy.config.discovery_url import DNSSource
 from kvparams_proxy.config.spec_parsing import parse_spec
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, SpecRules
 from kvparams_proxy.fleet.registry.registry import Registry
+
+if TYPE_CHECKING:
+    from dns.resolver import Answer
 
 __all__ = ["DNSProvider", "FoundAddress", "address_spec"]
 
@@ -96,7 +100,8 @@ class DNSProvider:
 
     async def _addresses(self, name: str, port: int) -> tuple[set[FoundAddress], float]:
         answer = await self.resolver.resolve_name(name, lifetime=_ANSWER_S)
-        ttls = [float(one.rrset.ttl) for one in answer.values() if one is not None and one.rrset is not None]
+        records = cast("Iterable[Answer]", answer.values())
+        ttls = [float(one.rrset.ttl) for one in records if one.rrset is not None]
         return {FoundAddress(str(each), port) for each in answer.addresses()}, min(ttls, default=0.0)
 
 
