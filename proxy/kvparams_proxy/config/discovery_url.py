@@ -68,7 +68,7 @@ def parse_discovery_url(text: str) -> DiscoverySource:
     known = ("selector", "resource", "port") if parts.scheme == "kubernetes" else ("role", "connector")
     for name in settings:
         if name not in known:
-            raise ValueError(f"{name!r} is no setting of it{did_you_mean(name, known)}: it has {', '.join(known)}")
+            raise ValueError(f"{name!r} is no setting of it; {did_you_mean(name, known)}it has {' and '.join(known)}")
     if parts.scheme == "kubernetes":
         return _kubernetes(parts.hostname, settings)
     if not parts.hostname:

@@ -55,7 +55,7 @@ def parse_share_url(text: str) -> ShareURL:
     settings = dict(parse_qsl(parts.query, keep_blank_values=True))
     prefix = settings.pop("prefix", DEFAULT_PREFIX)
     for name in settings:
-        raise ValueError(f"{name!r} is no setting of it{did_you_mean(name, ['prefix'])}: it has `prefix`")
+        raise ValueError(f"{name!r} is no setting of it; {did_you_mean(name, ['prefix'])}it has `prefix`")
     if not 1 <= len(prefix) <= _MAX_PREFIX or not prefix.isascii() or not prefix.isprintable() or " " in prefix:
         raise ValueError(f"prefix must have 1 to {_MAX_PREFIX} visible ASCII characters")
     return ShareURL(urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")), prefix)

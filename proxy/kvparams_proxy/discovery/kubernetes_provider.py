@@ -27,6 +27,8 @@ _log = logging.getLogger(__name__)
 
 _RELIST_S: Final = 300
 """A watch ends after so long, and everything is listed anew."""
+_RELIST_EMPTY_S: Final = 10
+"""The same where there is no engine at all: an API that was wrong about that is found out soon."""
 _SILENCE_S: Final = 90.0
 """The server sends a bookmark every minute; a connection that says nothing for longer is lost."""
 _BATCH_S: Final = 0.25
@@ -87,7 +89,8 @@ class KubernetesProvider:
         A watch that is cut, or that the server ends, goes on from the last event.
         """
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + _RELIST_S * self._random.uniform(0.8, 1.2)
+        relist_s = _RELIST_S if len(self._watched) else _RELIST_EMPTY_S
+        end_s = loop.time() + relist_s * self._random.uniform(0.8, 1.2)
         failures = 0
         while (left_s := end_s - loop.time()) > 0:
             before = self._watched.version
