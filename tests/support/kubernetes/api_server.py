@@ -7,7 +7,7 @@ What goes wrong is set by attributes: `status` refuses everything, `token` is th
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, urlsplit
@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlsplit
 import yaml
 
 from tests.support.kubernetes.object_history import Gone, ObjectHistory
+from tests.support.waiting import until
 
 __all__ = ["FakeAPIServer"]
 
@@ -69,7 +70,7 @@ class FakeAPIServer:
         if self._server is not None:
             self._server.close()
             self.cut_connections()
-            await self._server.wait_closed()
+            await until(lambda: not self._connections)
             self._server = None
 
     def cut_connections(self) -> None:
@@ -104,8 +105,7 @@ class FakeAPIServer:
             pass
         finally:
             self._connections.discard(writer)
-            with suppress(OSError):
-                writer.close()
+            writer.transport.abort()
 
     async def _answer(self, head: str, writer: asyncio.StreamWriter) -> bool:
         """Answers one request, and returns whether the connection can be used again."""
