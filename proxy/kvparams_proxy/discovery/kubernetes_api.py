@@ -32,7 +32,7 @@ _GONE: Final = 410
 
 
 class KubernetesError(Exception):
-    """The API server cannot be asked, or refuses; the message says why and what to do."""
+    """The API server cannot be asked, or it refuses; the message says why and what to do."""
 
 
 class ExpiredVersion(KubernetesError):
@@ -40,21 +40,21 @@ class ExpiredVersion(KubernetesError):
 
 
 class ListResult(NamedTuple):
-    """All objects that match, as of one version."""
+    """A `ListResult` is all objects that match, as of one version."""
 
     objects: list[Mapping[str, Any]]
     version: str
 
 
 class WatchEvent(NamedTuple):
-    """One change: `ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`."""
+    """A `WatchEvent` is one change: `ADDED`, `MODIFIED`, `DELETED` or `BOOKMARK`."""
 
     kind: str
     object: Mapping[str, Any]
 
 
 class KubernetesAPI:
-    """The objects of one kind in one namespace that match a selector."""
+    """A `KubernetesAPI` lists and watches the objects of one kind in one namespace that match a selector."""
 
     def __init__(self, resource: str, selector: str, namespace: str | None = None) -> None:
         """Reads the credentials. Blocks.

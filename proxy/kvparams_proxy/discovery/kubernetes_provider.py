@@ -31,7 +31,7 @@ _RELIST_EMPTY_S: Final = 10
 """The same where there is no engine at all: an API that was wrong about that is found out soon."""
 _SILENCE_S: Final = 90.0
 """The server sends a bookmark every minute; a connection that says nothing for longer is lost."""
-_BATCH_S: Final = 0.25
+_BATCH_S: Final = 0.5
 """Changes within so long are published together."""
 _CONFIRM_S: Final = 1.0
 """Between two lists of which the second has to confirm that the first was rightly empty."""
@@ -162,7 +162,7 @@ class KubernetesProvider:
 
 
 class _ReadObject(NamedTuple):
-    """What was made of one version of an object."""
+    """A `_ReadObject` is what was made of one version of an object."""
 
     document: Mapping[str, Any]
     specs: tuple[InstanceSpec, ...]

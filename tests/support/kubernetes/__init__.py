@@ -1,1 +1,1 @@
-"""A fake Kubernetes API server."""
+"""Provides a fake Kubernetes API server."""

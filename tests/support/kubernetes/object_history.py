@@ -1,4 +1,4 @@
-"""Keeps the objects of a fake Kubernetes API server and their history, with the server's real semantics. Pure.
+"""Defines the objects of a fake Kubernetes API server and their history, with the server's real semantics. Pure.
 
 Every change has a version higher than all before it. A watch gets the changes behind its version in order, or 410 where
 some of them are no longer kept. Pages of one list are of one version.

@@ -1,4 +1,4 @@
-"""Plays a Kubernetes API server for `KubernetesProvider` without a network, in virtual time, with random faults."""
+"""Simulates a Kubernetes API server for `KubernetesProvider` without a network, in virtual time, with random faults."""
 
 import asyncio
 from collections.abc import AsyncGenerator

@@ -92,12 +92,14 @@ def test_what_cannot_be_used_is_said(pod: dict[str, Any], said: str) -> None:
 
 
 def test_pods_of_any_shape_raise_nothing_else() -> None:
-    for pod in ({}, {"metadata": None, "status": []}, {"metadata": {"labels": [1]}, "status": {"conditions": 7}}):
+    pods: list[dict[str, Any]] = [{}, {"metadata": None, "status": []}]
+    pods.append({"metadata": {"labels": [1]}, "status": {"conditions": 7}})
+    for pod in pods:
         assert pod_entry(pod, 8000) is None
 
 
 def test_an_endpoint_slice_names_its_endpoints() -> None:
-    slice = {
+    slice: dict[str, Any] = {
         "metadata": {"name": "s", "labels": {"kvparams.io/role": "decode"}},
         "ports": [{"port": 8080}],
         "endpoints": [
