@@ -34,6 +34,8 @@ ALLOWED: Final[dict[str, tuple[int, str]]] = {
     "interop/vllm/calm_ranks/sitecustomize.py": (1, "it replaces `sched_yield` in an engine's processes"),
     "support/connectors/stopping.py": (1, PACE),
     "support/connectors/valkey_relay.py": (2, CLIENT),
+    "support/kubernetes/api_server.py": (3, PACE),
+    "support/kubernetes/simulated_api.py": (2, VIRTUAL),
     "support/proxy/acting.py": (2, ENGINE),
     "support/proxy/load.py": (1, PACE),
     "system/adversary/background.py": (1, PACE),
@@ -65,6 +67,7 @@ ALLOWED: Final[dict[str, tuple[int, str]]] = {
     "system/sidecar/test_inprocess.py": (2, ENGINE),
     "system/simulation/test_virtual_loop.py": (1, VIRTUAL),
     "system/simulation/wire.py": (1, VIRTUAL),
+    "unit/proxy/discovery/test_random_histories.py": (1, VIRTUAL),
 }
 """How many sleeps a file has, and why. A sleep of 0 seconds is a turn of the event loop, and is not counted."""
 

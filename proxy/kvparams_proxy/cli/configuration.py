@@ -21,6 +21,7 @@ from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams.settings_model import describe_setting_error, find_setting_errors
 from kvparams_proxy.cli import production_stack_flags
+from kvparams_proxy.cli.discovery_configuration import discovery_providers
 from kvparams_proxy.cli.production_stack_flags import StaticFleet
 from kvparams_proxy.cli.security_configuration import (
     admin_token,
@@ -40,6 +41,7 @@ from kvparams_proxy.config.spec_parsing import check_bootstrap_allowed, default_
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.registry.credentials import CredentialSources, load_credentials
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, LabelSelector, SpecRules
+from kvparams_proxy.fleet.registry.providers import InstanceProvider
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.server.connections import ConnectionLimits
 from kvparams_proxy.server.file_descriptors import connections_for, descriptor_limit, descriptors_for, refusals_for
@@ -86,8 +88,9 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         rules, credentials=load_credentials(rules.credential_sources, "--engine-key-file, --engine-ca", problems)
     )
     provider = _file_provider(arguments.config, rules, problems)
+    found = discovery_providers(arguments, static, rules if provider is None else provider.document.rules, problems)
     options = ProxyOptions()
-    if static.documents:
+    if static.documents or static.kubernetes:
         options = ProxyOptions(host=production_stack_flags.DEFAULT_HOST, port=production_stack_flags.DEFAULT_PORT)
     if provider is not None:
         options = options.override(provider.document.settings)
@@ -99,8 +102,8 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     sharing = sharing_settings(options, problems)
     tokenizers = _tokenizers(options, problems)
     entries = (*given, *(() if provider is None else provider.document.entries))
-    if not (entries or provider or admin or problems):
-        problems.add("", "no engine is given; add --prefill URL and --decode URL, or --config FILE")
+    if not (entries or provider or found or admin or problems):
+        problems.add("", "no engine is given; add --prefill URL and --decode URL, --discover URL or --config FILE")
     policy, notes = _policy(options, tokenizers)
     problems.raise_if_any()
     settings = _make_settings(
@@ -108,6 +111,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         instances=tuple(entry.make_instance() for entry in given),
         rules=rules,
         provider=provider,
+        found=found,
         admin_token=admin,
         signing=signing,
         sharing=sharing,
@@ -148,6 +152,7 @@ def _make_settings(
     instances: tuple[Instance, ...],
     rules: SpecRules,
     provider: FleetFileProvider | None,
+    found: tuple[InstanceProvider, ...],
     admin_token: Secret | None,
     signing: SigningSettings | None,
     sharing: SharingSettings | None,
@@ -164,7 +169,7 @@ def _make_settings(
         return Settings(
             instances=instances,
             spec_rules=rules,
-            providers=() if provider is None else (provider,),
+            providers=(*(() if provider is None else (provider,)), *found),
             admin_token=admin_token,
             client_keys=options.client_keys,
             signing=signing,

@@ -1,4 +1,4 @@
-"""Accepts the flags of vLLM production-stack's router: its command line for static disaggregated prefill works here.
+"""Accepts the flags of vLLM production-stack's router: its command lines for disaggregated prefill work here.
 
 Flags that are accepted have the same meaning here. Flags without meaning here are reported, and flags that cannot be
 honored are refused. Source: production-stack 0.1.13, `src/vllm_router/parsers/parser.py`.
@@ -7,8 +7,10 @@ honored are refused. Source: production-stack 0.1.13, `src/vllm_router/parsers/p
 import argparse
 from collections.abc import Mapping
 from typing import Final, NamedTuple
+from urllib.parse import urlencode
 
 from kvparams.instances import Role
+from kvparams_proxy.config.discovery_url import DiscoverySource, parse_discovery_url
 from kvparams_proxy.config_errors import ConfigProblems
 from kvparams_proxy.fleet.registry.instance_spec import LabelSelector
 
@@ -20,6 +22,8 @@ DEFAULT_PORT: Final = 8001
 MODEL_LABEL: Final = "model"
 """What its model labels are called here; its Kubernetes discovery reads the pods' label of this name."""
 
+_K8S_NAMESPACE: Final = "default"
+_K8S_PORT: Final = 8000
 _ROLES: Final = (Role.PREFILL, Role.DECODE)
 _DISAGGREGATED: Final = ("disaggregated_prefill", "disaggregated_prefill_orchestrated")
 _MEANINGLESS: Final[Mapping[str, bool]] = {
@@ -43,6 +47,8 @@ class StaticFleet(NamedTuple):
     documents: tuple[Mapping[str, object], ...] = ()
     """An entry for each backend: id, url, labels."""
     selectors: Mapping[Role, LabelSelector] = {}
+    kubernetes: DiscoverySource | None = None
+    """Where engines are found with `--service-discovery k8s`."""
     notes: tuple[str, ...] = ()
     """What the operator should know."""
 
@@ -51,7 +57,7 @@ def add_production_stack_flags(parser: argparse.ArgumentParser) -> None:
     """Adds production-stack's flags to the parser."""
     group = parser.add_argument_group(
         "options of vLLM production-stack's router",
-        "The router's command line for disaggregated prefill with static discovery works here unchanged. The "
+        "The router's command lines for disaggregated prefill work here unchanged. The "
         f"default address is then the router's, {DEFAULT_HOST}:{DEFAULT_PORT}.",
     )
     group.add_argument("--static-backends", metavar="URLS", help="the URLs of the engines, separated by commas")
@@ -69,7 +75,12 @@ def add_production_stack_flags(parser: argparse.ArgumentParser) -> None:
             metavar="LABELS",
             help=f"the values of the label `{MODEL_LABEL}` that make an engine a {role} engine",
         )
-    group.add_argument("--service-discovery", metavar="KIND", help="only static")
+    group.add_argument("--service-discovery", metavar="KIND", help="static or k8s; k8s finds pods by their labels")
+    group.add_argument(
+        "--k8s-label-selector", metavar="LABELS", help="with k8s: the labels of the engines' pods, as for kubectl"
+    )
+    group.add_argument("--k8s-namespace", metavar="NAME", help="with k8s: the namespace of the pods (default: default)")
+    group.add_argument("--k8s-port", metavar="PORT", help="with k8s: the port of the engines (default: 8000)")
     group.add_argument("--routing-logic", metavar="NAME", help=f"must be {' or '.join(_DISAGGREGATED)}")
     for name, valued in _MEANINGLESS.items():
         if valued:
@@ -84,11 +95,7 @@ def read_production_stack_flags(arguments: argparse.Namespace, problems: ConfigP
         name.replace("_", "-"): value for name, value in vars(arguments).items() if value not in (None, False)
     }
     notes = [f"--{name} is ignored" for name in _MEANINGLESS if name in given]
-    kind = given.get("service-discovery", "static")
-    if kind != "static":
-        problems.add(
-            "--service-discovery", f"{kind!r} is not supported; give the engines with --static-backends or --config"
-        )
+    kubernetes = _kubernetes(given, problems)
     logic = given.get("routing-logic", _DISAGGREGATED[1])
     if logic not in _DISAGGREGATED:
         problems.add("--routing-logic", f"must be {' or '.join(_DISAGGREGATED)}; choose a routing policy with --policy")
@@ -101,7 +108,7 @@ def read_production_stack_flags(arguments: argparse.Namespace, problems: ConfigP
     }
     urls = _list("static-backends", given, problems)
     if not urls:
-        return StaticFleet((), selectors, tuple(notes))
+        return StaticFleet((), selectors, kubernetes, tuple(notes))
     labels = _list("static-model-labels", given, problems)
     models = _list("static-models", given, problems)
     for name, values in (("static-model-labels", labels), ("static-models", models)):
@@ -119,7 +126,28 @@ def read_production_stack_flags(arguments: argparse.Namespace, problems: ConfigP
             notes.append(f"backend {number} is not used: its label {label!r} is neither prefill nor decode")
         else:
             documents.append({"id": f"static-{number}", "url": url, "labels": {MODEL_LABEL: label}})
-    return StaticFleet(tuple(documents), selectors, tuple(notes))
+    return StaticFleet(tuple(documents), selectors, kubernetes, tuple(notes))
+
+
+def _kubernetes(given: Mapping[str, str | bool], problems: ConfigProblems) -> DiscoverySource | None:
+    """Returns where pods are looked for; None with static discovery."""
+    kind = given.get("service-discovery", "static")
+    names = [f"k8s-{name}" for name in ("label-selector", "namespace", "port")]
+    if kind not in ("static", "k8s"):
+        hint = "; --discover dns://HOST:PORT?role=ROLE finds engines by name"
+        problems.add("--service-discovery", f"must be static or k8s{hint}")
+    if kind != "k8s":
+        for name in names:
+            if name in given:
+                problems.add(f"--{name}", "is used with --service-discovery k8s")
+        return None
+    selector, namespace, port = (str(given.get(name, "")) for name in names)
+    settings = {"selector": selector, "port": port or str(_K8S_PORT)}
+    try:
+        return parse_discovery_url(f"kubernetes://{namespace or _K8S_NAMESPACE}?{urlencode(settings)}")
+    except ValueError as error:
+        problems.add("--k8s-label-selector, --k8s-port", str(error))
+        return None
 
 
 def _list(name: str, given: Mapping[str, str | bool], problems: ConfigProblems) -> list[str]:

@@ -102,6 +102,16 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignor
         metavar="FILE",
         help="a YAML file with engines and settings; the proxy follows changes of its engines while it runs",
     )
+    group.add_argument(
+        "--discover",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="find engines instead of listing them, and follow what changes: "
+        "kubernetes://NAMESPACE?selector=app%%3Dvllm for pods with these labels, dns://HOST:PORT?role=prefill for the "
+        "addresses of a name, dns+srv://NAME?role=decode for SRV records. Repeat the option for each source; see "
+        "docs/kubernetes.md",
+    )
     known = ", ".join(routable_dialect_names())
     group.add_argument(
         "--connector",

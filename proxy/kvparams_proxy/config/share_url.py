@@ -58,7 +58,7 @@ def parse_share_url(text: str) -> ShareURL:
     for name in settings:
         if _NAME.fullmatch(name) is None:  # perhaps the rest of a password with a ? in it
             raise ValueError("a setting behind ? has a name that is none; write ? # / and @ percent-encoded")
-        raise ValueError(f"{name!r} is no setting of it{did_you_mean(name, ['prefix'])}: it has `prefix`")
+        raise ValueError(f"{name!r} is no setting of it; {did_you_mean(name, ['prefix'])}it has `prefix`")
     if not 1 <= len(prefix) <= _MAX_PREFIX or not prefix.isascii() or not prefix.isprintable() or " " in prefix:
         raise ValueError(f"prefix must have 1 to {_MAX_PREFIX} visible ASCII characters")
     return ShareURL(urlunsplit((parts.scheme, parts.netloc, parts.path, "", "")), prefix)

@@ -1,5 +1,6 @@
 """The members of the fleet: who joins and leaves, who is drained, and what probes find out about them."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from secrets import token_hex
@@ -11,7 +12,7 @@ from kvparams.engine_backlog import EngineBacklog
 from kvparams.instances import Instance, Role, SchedulingPolicy
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerLimits
-from kvparams.routing.pairing import pair_key
+from kvparams.routing.pairing import PairKey, pair_key
 from kvparams_proxy.fleet.breakers import Breakers
 from kvparams_proxy.fleet.dispatcher import Dispatcher
 from kvparams_proxy.fleet.failure_attribution import FailureAttributor
@@ -92,6 +93,8 @@ class FleetMembers:
         self._now = now
         self._usual = FleetCostPrior()
         self._members: dict[str, Member] = {}
+        self._pair_keys = Counter[PairKey]()
+        """Of the members; with several it matters who is paired with whom."""
         self._blame = FailureAttributor(breaker, self._members, self._states, now)
         self._earlier = RetiredInstances()
         self._leaving: set[Member] = set()
@@ -114,7 +117,7 @@ class FleetMembers:
             )
             for role in Role
         }
-        self._paired = self._has_several_pair_keys()  # whether it matters who is paired with whom
+        self._paired = len(self._pair_keys) > 1
         for dispatcher in self._roles.values():
             dispatcher.trial_began = self._trial_began
             dispatcher.changed()
@@ -143,6 +146,7 @@ class FleetMembers:
             KeyError: nobody is called that.
         """
         member = self._members.pop(id)
+        self._forget_pair_key(member.instance)
         self._leave(member, why)
         self._changed(member)
         self._say_left(member, why)
@@ -166,6 +170,7 @@ class FleetMembers:
             KeyError: nobody is called that.
         """
         old = self._members[instance.id]
+        self._forget_pair_key(old.instance)
         self._leave(old, why)
         self._say_left(old, why)
         member = self._join(instance, why)
@@ -260,14 +265,19 @@ class FleetMembers:
                 raise ValueError(f"two instances are called {instance.id!r}")
             backlog = EngineBacklog(self._now, self._usual)
             self._members[instance.id] = Member(instance, self._breakers.new(), backlog, ready=True)
+            self._pair_keys[pair_key(instance)] += 1
 
-    def _has_several_pair_keys(self) -> bool:
-        return len({pair_key(member.instance) for member in self._members.values()}) > 1
+    def _forget_pair_key(self, instance: Instance) -> None:
+        key = pair_key(instance)
+        self._pair_keys[key] -= 1
+        if not self._pair_keys[key]:
+            del self._pair_keys[key]
 
     def _join(self, instance: Instance, why: str) -> Member:
         instance = replace(instance, incarnation=token_hex(8))  # whoever was called that before was another one
         pace = EngineBacklog(self._now, self._usual)
         member = self._members[instance.id] = Member(instance, self._breakers.new(), pace, ready=False)
+        self._pair_keys[pair_key(instance)] += 1
         self._states.log_joined(member, why)
         self._changed(member)
         for listener in self._listeners:
@@ -316,7 +326,7 @@ class FleetMembers:
 
     def _changed(self, member: Member) -> None:
         """Tells the dispatchers that a member has changed; all of them where pairs matter."""
-        before, self._paired = self._paired, self._has_several_pair_keys()
+        before, self._paired = self._paired, len(self._pair_keys) > 1
         if before or self._paired:
             for dispatcher in self._roles.values():
                 dispatcher.changed()

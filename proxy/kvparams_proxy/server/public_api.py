@@ -14,6 +14,7 @@ from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair
+from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.requests.authentication import Unauthorized
 from kvparams_proxy.server.request_handler import require_client
 
@@ -56,7 +57,7 @@ async def _health(request: Request) -> Response:
     200 "ok": of every needed role at least one engine does what it should.
     200 "degraded": of the roles in `degraded_roles` every engine that answers probes has failed legs lately. Requests
     are still given to these engines, so this proxy should still get requests: other proxies know no better. Likewise
-    where `other_proxies` cannot be reached: this one goes on with what it knows.
+    where `other_proxies` cannot be reached, or one of the `sources` of engines: this one goes on with what it knows.
     503 "draining": the proxy is about to stop.
     503 "unavailable": no engine of the roles in `missing_roles` can be given work, or (`unpaired`) none of the prefill
     and decode engines that can be given work may be paired.
@@ -75,7 +76,9 @@ async def _health(request: Request) -> Response:
     unavailable = bool(missing or unpaired)
     sync: FleetSync | None = request.state.sync
     is_alone = sync is not None and sync.exchange.is_degraded
-    status = HealthStatus.DEGRADED if degraded or is_alone else HealthStatus.OK
+    registry: Registry = request.state.registry
+    sources = {name: state.unreachable for name, state in registry.sources.items() if state.unreachable is not None}
+    status = HealthStatus.DEGRADED if degraded or is_alone or sources else HealthStatus.OK
     body: dict[str, object] = {"status": HealthStatus.UNAVAILABLE if unavailable else status}
     if missing:
         body["missing_roles"] = missing
@@ -83,6 +86,8 @@ async def _health(request: Request) -> Response:
         body["degraded_roles"] = degraded
     if unpaired:
         body["unpaired"] = True
+    if sources:
+        body["sources"] = sources
     if sync is not None:
         body["other_proxies"] = sync.health()
     body["roles"] = {role: health._asdict() for role, health in roles.items()}

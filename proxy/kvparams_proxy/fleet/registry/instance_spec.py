@@ -56,6 +56,8 @@ class InstanceSpec:
     """The replica it belongs to."""
     compatibility: str | None = None
     """Whose KV it understands: of all with an equal one."""
+    uid: str | None = None
+    """What its source calls this incarnation: with another one it is another incarnation, whatever its name."""
 
     def make_instance(self) -> Instance:
         """Creates a new incarnation of the instance."""

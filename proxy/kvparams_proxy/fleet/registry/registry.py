@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class SourceState:
     """The state of one source."""
 
-    __slots__ = ("applied_count", "conflicts", "desired_specs", "problems", "refused_count")
+    __slots__ = ("applied_count", "conflicts", "desired_specs", "problems", "refused_count", "unreachable")
 
     def __init__(self) -> None:
         self.desired_specs: tuple[InstanceSpec, ...] = ()
@@ -36,6 +36,8 @@ class SourceState:
         """What is wrong with its last version; empty when that is in force."""
         self.conflicts: tuple[str, ...] = ()
         """Ids that it wants and that belong to another source."""
+        self.unreachable: str | None = None
+        """Why it cannot be asked, if so: its last set is in force all the same."""
 
 
 class Registry:
@@ -88,6 +90,9 @@ class Registry:
         state.desired_specs = tuple(entry for entry in desired if not self.is_local(entry))
         state.applied_count += not partly
         state.problems = ()
+        if state.unreachable is not None:
+            _log.info("%s can be reached; it names %d engines", source, len(state.desired_specs))
+            state.unreachable = None
         changes = self._apply(source, state)
         if changes.removes:  # somebody else may have waited for one of these ids
             for name, other in self._sources.items():
@@ -107,6 +112,13 @@ class Registry:
         state.problems = problems
         for problem in problems:
             _log.warning("%s is not used; the fleet stays unchanged: %s", source, problem)
+
+    def report_unreachable(self, source: str, why: str) -> None:
+        """Records that a source cannot be asked: its last set stays in force, and probes decide who is usable."""
+        state = self._sources.setdefault(source, SourceState())
+        if state.unreachable != why:
+            _log.warning("%s: %s; the fleet stays as it is", source, why)
+        state.unreachable = why
 
     def drain(self, id: str, on: bool) -> None:
         """Starts or ends draining of an instance. This holds until its source says something else about draining.

@@ -282,7 +282,9 @@ def test_a_backend_that_is_neither_is_left_out_and_said() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (("--service-discovery", "k8s"), "--service-discovery: 'k8s' is not supported"),
+        (("--service-discovery", "consul"), "--service-discovery: must be static or k8s"),
+        (("--k8s-port", "80"), "--k8s-port: is used with --service-discovery k8s"),
+        (("--service-discovery", "k8s"), "--k8s-label-selector, --k8s-port: needs selector="),
         (("--routing-logic", "session"), "--routing-logic: must be disaggregated_prefill or"),
         (("--static-model-labels", "one"), "--static-model-labels: has 1 values for 2"),
         (("--static-models", "a,b,c"), "--static-models: has 3 values for 2"),

@@ -1,0 +1,96 @@
+"""The URLs of `--discover`: where engines are found that nobody lists by hand.
+
+kubernetes://NAMESPACE?selector=app%3Dvllm            pods; `resource=endpointslices`, `port=8000`
+dns://prefill.example:8000?role=prefill               A and AAAA records
+dns+srv://_vllm._tcp.example?role=decode              SRV records, which say the ports
+"""
+
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import parse_qsl, urlsplit
+
+from kvparams.instances import Role
+from kvparams.settings_model import did_you_mean, must_be_one_of
+
+__all__ = ["DNSSource", "DiscoverySource", "KubernetesSource", "parse_discovery_url"]
+
+RESOURCES: Final = ("pods", "endpointslices")
+_SCHEMES: Final = ("kubernetes", "dns", "dns+srv")
+_MAX_PORT: Final = 65535
+_LONGEST_SELECTOR: Final = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class KubernetesSource:
+    """Pods or endpoint slices of one namespace."""
+
+    selector: str
+    """As `kubectl get --selector` takes it."""
+    namespace: str | None = None
+    """That of the service account or of the kubeconfig's context, if not said."""
+    port: int = 8000
+    """Of engines whose pod does not say it."""
+    resource: str = RESOURCES[0]
+    """One of `RESOURCES`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DNSSource:
+    """The addresses of one name."""
+
+    name: str
+    role: Role
+    port: int | None
+    """None: SRV records say it."""
+    connector: str | None = None
+    """That of `--connector`, if not said."""
+
+
+DiscoverySource = KubernetesSource | DNSSource
+
+
+def parse_discovery_url(text: str) -> DiscoverySource:
+    """Parses the URL.
+
+    Raises:
+        ValueError: what is wrong and what to write instead.
+    """
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise ValueError("must be a URL such as kubernetes://NAMESPACE?selector=app%3Dvllm") from None
+    if parts.scheme not in _SCHEMES:
+        raise ValueError(f"must begin with {', '.join(f'{each}://' for each in _SCHEMES)}")
+    if parts.path.strip("/") or parts.fragment or parts.username is not None:
+        raise ValueError("has a host and settings behind ?, and nothing else")
+    settings = dict(parse_qsl(parts.query, keep_blank_values=True))
+    known = ("selector", "resource", "port") if parts.scheme == "kubernetes" else ("role", "connector")
+    for name in settings:
+        if name not in known:
+            raise ValueError(f"{name!r} is no setting of it; {did_you_mean(name, known)}it has {' and '.join(known)}")
+    if parts.scheme == "kubernetes":
+        return _kubernetes(parts.hostname, settings)
+    if not parts.hostname:
+        raise ValueError("must name a host, such as dns://prefill.example:8000?role=prefill")
+    if (port is None) is (parts.scheme == "dns"):
+        raise ValueError("dns:// needs a port, such as dns://prefill.example:8000; with dns+srv:// the records say it")
+    try:
+        role = Role(must_be_one_of(settings.get("role"), Role))
+    except ValueError as error:
+        raise ValueError(f"role {error}") from None
+    return DNSSource(parts.hostname, role, port, settings.get("connector"))
+
+
+def _kubernetes(namespace: str | None, settings: dict[str, str]) -> KubernetesSource:
+    selector = settings.get("selector", "")
+    if not selector or len(selector) > _LONGEST_SELECTOR or not selector.isprintable():
+        raise ValueError("needs selector=LABELS, written as in a URL: selector=app%3Dvllm for app=vllm")
+    port = settings.get("port", "8000")
+    if not port.isascii() or not port.isdecimal() or not 0 < int(port[:6]) <= _MAX_PORT:
+        raise ValueError(f"port must be from 1 to {_MAX_PORT}")
+    try:
+        resource = must_be_one_of(settings.get("resource", RESOURCES[0]), RESOURCES)
+    except ValueError as error:
+        raise ValueError(f"resource {error}") from None
+    return KubernetesSource(selector, namespace or None, int(port), resource)

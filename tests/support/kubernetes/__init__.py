@@ -1,0 +1,1 @@
+"""Provides a fake Kubernetes API server."""
