@@ -30,8 +30,9 @@ from kvparams_connectors.transfer.layout_copy import (
 __all__ = ["BlockCopier", "HostBlockCopier", "PageCopy", "StagedBlockCopier", "make_block_copier"]
 
 _ALIGNMENT: Final = 256
-_HOST_BATCH: Final = 1 << 20
-"""So many bytes go back to blocks on the CPU at a time: while they do, the end of the wait for a load is put off."""
+_HOST_BATCH: Final = 8 << 20
+"""So many bytes go back to blocks on the CPU at a time, in less than a millisecond: while they do, the end of the wait
+for a load is put off."""
 
 
 @dataclass(frozen=True, slots=True)

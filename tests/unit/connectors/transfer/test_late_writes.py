@@ -21,7 +21,7 @@ class OvertakenMover(HostBlockCopier):
     """While it writes the second page, the deadline of the load passes."""
 
     def __init__(self, layout: PagedKVLayout) -> None:
-        super().__init__(layout, payload_bytes=1 << 20)  # one page at a time
+        super().__init__(layout, payload_bytes=8 << 20)  # one page at a time
         self.loads: queue.Queue[Job[LoadReport]] = queue.Queue()
         self.writes = 0
 
