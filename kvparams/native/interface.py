@@ -127,3 +127,67 @@ class NativeCode(Protocol):
             True, or None as `gather_pages`; then nothing was copied.
         """
         ...
+
+    def put_values(
+        self,
+        fd: int,
+        deadline: float,
+        values: list[tuple[list[bytes | memoryview], bytes | None]],
+        few_bytes: int,
+        pair_bytes: int,
+        /,
+    ) -> tuple[int, int, list[bool], int, bytes]:
+        """Puts values into a Valkey server, one after the other, without the interpreter lock.
+
+        Args:
+            fd: a connected socket that owes no reply.
+            deadline: on the clock of `time.monotonic`.
+            values: for each what is sent: the beginning of a command, the pieces of a value, the end of the command;
+                and, if it is a page that lacks its checksums, `kvparams.pages.unsealed_header`, which is completed and
+                written to the front of the first piece before that is sent.
+            few_bytes: so many bytes may be under way, however many values they are.
+            pair_bytes: so many bytes may be under way if they are two values.
+
+        Returns:
+            How it ended: 0 ordinarily; 1 before a reply that is not read here; 2 at the deadline; 3 when the server
+            closed the connection; 5 with an error of the system. Then that error's number; for each value that was
+            answered whether it was stored, and did not exist; how many were sent; what was received behind that. After
+            0 and 1 the connection goes on.
+
+        Raises:
+            BufferError: a piece is not contiguous, or the header of a page is not writable.
+            ValueError: a piece was released, or a page has no room for its header.
+        """
+        ...
+
+    def get_values(
+        self,
+        fd: int,
+        deadline: float,
+        values: list[tuple[bytes, memoryview]],
+        are_hashed: bool,
+        step: int,
+        few_bytes: int,
+        pair_bytes: int,
+        /,
+    ) -> tuple[int, int, list[tuple[int, int]], int, bytes]:
+        """Gets values from a Valkey server, one after the other, without the interpreter lock.
+
+        Args:
+            fd: as for `put_values`.
+            deadline: as for `put_values`.
+            values: for each the command, and the memory for the value, which may be larger.
+            are_hashed: whether checksums are wanted.
+            step: bytes to wait for at a time; 0: what has come is hashed while more is on its way.
+            few_bytes: as for `put_values`.
+            pair_bytes: as for `put_values`.
+
+        Returns:
+            As `put_values`, or 4 where a value does not end where it should. For each value that was answered its size,
+            -1 if there is none, and XXH3-64 of what follows the header of a page.
+
+        Raises:
+            BufferError: memory is not contiguous or not writable.
+            ValueError: memory was released.
+        """
+        ...

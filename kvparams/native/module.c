@@ -9,7 +9,8 @@
 static PyMethodDef functions[] = {
     FUNCTION(member_spans), FUNCTION(edit_members), FUNCTION(request_head),
     FUNCTION(response_head), FUNCTION(read_chunks), FUNCTION(copy_values),
-    FUNCTION(gather_pages), FUNCTION(scatter_pages), {NULL, NULL, 0, NULL},
+    FUNCTION(gather_pages), FUNCTION(scatter_pages), FUNCTION(put_values),
+    FUNCTION(get_values),   {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};

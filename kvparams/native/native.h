@@ -25,12 +25,21 @@ PyObject *read_chunks(PyObject *module, PyObject *const *args, Py_ssize_t count)
 PyObject *copy_values(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *gather_pages(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *scatter_pages(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *put_values(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *get_values(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* Returns false, with an exception set, unless a function got so many arguments. */
 static inline bool has_arguments(Py_ssize_t count, Py_ssize_t wanted) {
     if (count != wanted)
         PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", wanted, count);
     return count == wanted;
+}
+
+/* Returns false, with an exception set, unless it is a tuple. */
+static inline bool is_tuple(PyObject *item) {
+    if (item != NULL && !PyTuple_Check(item))
+        PyErr_SetString(PyExc_TypeError, "a tuple is needed");
+    return item != NULL && PyTuple_Check(item);
 }
 
 #endif

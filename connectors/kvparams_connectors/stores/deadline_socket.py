@@ -183,6 +183,16 @@ class DeadlineSocket:
                     meanwhile = None
 
     @property
+    def plain_fd(self) -> int | None:
+        """Returns the file descriptor, for native code that ends its waits at `deadline`; None for TLS."""
+        return None if self._tls else self._socket.fileno()
+
+    @property
+    def deadline(self) -> float:
+        """Returns when waits end, on the clock of `time.monotonic`."""
+        return self._deadline
+
+    @property
     def is_silent(self) -> bool:
         """Returns whether the peer has neither said anything that was not received nor gone away."""
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():

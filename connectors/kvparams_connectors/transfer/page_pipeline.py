@@ -19,6 +19,7 @@ from kvparams.pages import (
     PageRefusalReason,
     seal,
     seal_detached,
+    unsealed_header,
     verify,
     verify_detached,
 )
@@ -76,8 +77,9 @@ class PagePipeline:
         """
         if self.keys is not None:
             return self.sealed_put(key, identity, (page,))
+        header = unsealed_header(identity)
         sealer = IncrementalSealer(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
-        return PutOp(key, (page,), sealer.finish, sealer.advance, sealer.finish_copied)
+        return PutOp(key, (page,), sealer.finish, sealer.advance, sealer.finish_copied, header)
 
     def get_verified_on_arrival(
         self, key: str, identity: PageIdentity, buffer: memoryview
