@@ -166,7 +166,6 @@ class NativeCode(Protocol):
         deadline: float,
         values: list[tuple[bytes, memoryview]],
         are_hashed: bool,
-        step: int,
         few_bytes: int,
         pair_bytes: int,
         /,
@@ -177,8 +176,7 @@ class NativeCode(Protocol):
             fd: as for `put_values`.
             deadline: as for `put_values`.
             values: for each the command, and the memory for the value, which may be larger.
-            are_hashed: whether checksums are wanted.
-            step: bytes to wait for at a time; 0: what has come is hashed while more is on its way.
+            are_hashed: whether checksums are wanted. What has come is hashed while more is on its way.
             few_bytes: as for `put_values`.
             pair_bytes: as for `put_values`.
 

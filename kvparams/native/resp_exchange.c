@@ -9,8 +9,6 @@
 #define MSG_NOSIGNAL 0
 #endif
 
-static const double GRAIN_S = 0.05; /* more than the kernel's own time-out of one call */
-
 bool exchange_fits(const Exchange *exchange, Py_ssize_t size) {
     Py_ssize_t bytes = exchange->under_way_bytes + size;
     return exchange->under_way == 0 || bytes <= exchange->few_bytes ||
@@ -58,11 +56,10 @@ Py_ssize_t exchange_send(Exchange *exchange, struct iovec *vectors, size_t count
     }
 }
 
-Py_ssize_t exchange_receive(Exchange *exchange, struct iovec *vectors, size_t count, bool waits) {
+Py_ssize_t exchange_receive(Exchange *exchange, struct iovec *vectors, size_t count) {
     struct msghdr message = {.msg_iov = vectors, .msg_iovlen = count};
-    int flags = waits && left_s(exchange) > GRAIN_S ? MSG_WAITALL : MSG_DONTWAIT;
     for (;;) {
-        ssize_t received = recvmsg(exchange->fd, &message, flags);
+        ssize_t received = recvmsg(exchange->fd, &message, MSG_DONTWAIT);
         if (received > 0)
             return received;
         if (received == 0)
@@ -76,7 +73,7 @@ Py_ssize_t exchange_receive(Exchange *exchange, struct iovec *vectors, size_t co
 
 Py_ssize_t exchange_hold(Exchange *exchange, Py_ssize_t size) {
     struct iovec vector = {exchange->held + exchange->held_bytes, (size_t)(size - exchange->held_bytes)};
-    Py_ssize_t received = exchange_receive(exchange, &vector, 1, false);
+    Py_ssize_t received = exchange_receive(exchange, &vector, 1);
     exchange->held_bytes += received > 0 ? received : 0;
     return received;
 }

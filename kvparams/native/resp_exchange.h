@@ -37,9 +37,8 @@ bool exchange_is_late(Exchange *exchange);
 bool exchange_await(Exchange *exchange, short events);
 /* Sends some; returns how much, 0 if the socket takes no more now, -1 when the exchange has ended. */
 Py_ssize_t exchange_send(Exchange *exchange, struct iovec *vectors, size_t count);
-/* Receives some, or waits for all of it, at most until the kernel's time-out of the socket; returns as
- * `exchange_send`. */
-Py_ssize_t exchange_receive(Exchange *exchange, struct iovec *vectors, size_t count, bool waits);
+/* Receives some; returns as `exchange_send`. */
+Py_ssize_t exchange_receive(Exchange *exchange, struct iovec *vectors, size_t count);
 /* Receives what is there, so that at most `size` bytes are held; returns as `exchange_send`. */
 Py_ssize_t exchange_hold(Exchange *exchange, Py_ssize_t size);
 /* Forgets the first bytes that are held. */

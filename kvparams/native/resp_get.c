@@ -4,11 +4,12 @@
 #include <poll.h>
 
 enum { HEADER = 256 }; /* bytes in front of the payload of a page; see kvparams/pages.py */
+enum { HASH_STEP = 64 << 10, MOST_BEHIND = 512 << 10 };
 enum { MISSING = -1, DIGITS = 18, LINE = DIGITS + 3 };
 
 typedef struct {
     Py_buffer command, target;
-    Py_ssize_t nbytes; /* MISSING, or of the value */
+    Py_ssize_t nbytes, received; /* MISSING, or of the value; of it */
     uint64_t checksum; /* of what follows the header of a page */
 } Get;
 
@@ -17,9 +18,9 @@ typedef struct {
     Get *gets;
     Py_ssize_t count, asked, answered, at; /* those before `asked` are sent, and `at` bytes of that one */
     bool is_in_value, are_hashed;
-    Py_ssize_t size, done; /* of the value that comes */
+    Py_ssize_t size; /* of the value that comes */
     PageHash hash;
-    Py_ssize_t step; /* bytes to wait for at a time; 0: what is there */
+    Py_ssize_t hashing, hashed, behind; /* how far values are hashed; bytes that have come and are not */
 } Gets;
 
 /* Asks for as many values as may be under way; returns false when the exchange has ended. */
@@ -45,18 +46,41 @@ static bool ask(Gets *gets) {
 static void answered(Gets *gets, Py_ssize_t nbytes) {
     Get *get = &gets->gets[gets->answered++];
     get->nbytes = nbytes;
-    get->checksum = nbytes == MISSING ? 0 : page_hash_end(&gets->hash);
     gets->exchange.under_way--;
     gets->exchange.under_way_bytes -= get->target.len;
     gets->is_in_value = false;
 }
 
-/* Counts bytes that lie in the target, and hashes those behind the header. */
+/* Hashes some of what has come; returns whether there was anything. */
+static bool hash_some(Gets *gets, Py_ssize_t size) {
+    while (gets->are_hashed && gets->hashing < gets->count) {
+        Get *get = &gets->gets[gets->hashing];
+        if (gets->hashed == 0)
+            page_hash_begin(&gets->hash);
+        Py_ssize_t from = gets->hashed < HEADER ? HEADER : gets->hashed;
+        if (from < get->received) {
+            Py_ssize_t some = get->received - from < size ? get->received - from : size;
+            page_hash_add(&gets->hash, (const char *)get->target.buf + from, (size_t)some);
+            gets->behind -= from + some - gets->hashed;
+            gets->hashed = from + some;
+            return true;
+        }
+        if (gets->hashing == gets->answered)
+            return false;
+        get->checksum = page_hash_end(&gets->hash);
+        gets->behind -= get->received - gets->hashed;
+        gets->hashing++;
+        gets->hashed = 0;
+    }
+    return false;
+}
+
+/* Counts bytes that lie in the target. They are hashed when there is time, but while they are in the second cache. */
 static void take(Gets *gets, Py_ssize_t size) {
-    Py_ssize_t from = gets->done < HEADER ? HEADER : gets->done;
-    gets->done += size;
-    if (gets->are_hashed && gets->done > from)
-        page_hash_add(&gets->hash, (const char *)gets->gets[gets->answered].target.buf + from, (size_t)(gets->done - from));
+    gets->gets[gets->answered].received += size;
+    gets->behind += size;
+    while (gets->behind > MOST_BEHIND && hash_some(gets, HASH_STEP))
+        ;
 }
 
 /* Reads the line that begins a reply, if it is held; returns false at one that is not ordinary. */
@@ -85,8 +109,6 @@ static bool read_line(Gets *gets) {
     exchange_drop(exchange, stop + 2 - line);
     gets->is_in_value = true;
     gets->size = size;
-    gets->done = 0;
-    page_hash_begin(&gets->hash);
     Py_ssize_t some = exchange->held_bytes < size ? exchange->held_bytes : size;
     memcpy(gets->gets[gets->answered].target.buf, exchange->held, (size_t)some);
     exchange_drop(exchange, some);
@@ -94,18 +116,16 @@ static bool read_line(Gets *gets) {
     return true;
 }
 
-/* Receives some of a value and of the line behind it; returns as `receive_some`. */
+/* Receives some of a value and of the line behind it; returns as `exchange_send`. */
 static Py_ssize_t receive_value(Gets *gets) {
     Exchange *exchange = &gets->exchange;
-    Py_ssize_t left = gets->size - gets->done;
+    const Get *get = &gets->gets[gets->answered];
+    Py_ssize_t left = gets->size - get->received;
     struct iovec vectors[2] = {
-        {(char *)gets->gets[gets->answered].target.buf + gets->done, (size_t)left},
+        {(char *)get->target.buf + get->received, (size_t)left},
         {exchange->held + exchange->held_bytes, (size_t)(LINE - exchange->held_bytes)},
     };
-    bool waits = gets->step > 0 && left > 0;
-    if (waits && left > gets->step)
-        vectors[0].iov_len = (size_t)gets->step;
-    Py_ssize_t received = exchange_receive(exchange, vectors, waits ? 1 : 2, waits);
+    Py_ssize_t received = exchange_receive(exchange, vectors, 2);
     if (received <= 0)
         return received;
     Py_ssize_t some = received < left ? received : left;
@@ -128,11 +148,11 @@ static void get_all(Gets *gets) {
             if (gets->is_in_value || gets->answered > before)
                 continue;
             Py_ssize_t held = exchange_hold(exchange, LINE);
-            if (held < 0 || (held == 0 && !exchange_await(exchange, POLLIN)))
+            if (held < 0 || (held == 0 && !hash_some(gets, HASH_STEP) && !exchange_await(exchange, POLLIN)))
                 return;
             continue;
         }
-        if (gets->done == gets->size && exchange->held_bytes >= 2) {
+        if (gets->gets[gets->answered].received == gets->size && exchange->held_bytes >= 2) {
             if (memcmp(exchange->held, "\r\n", 2) != 0) {
                 exchange_end(exchange, BROKEN);
                 return;
@@ -142,7 +162,7 @@ static void get_all(Gets *gets) {
             continue;
         }
         Py_ssize_t received = receive_value(gets);
-        if (received < 0 || (received == 0 && !exchange_await(exchange, POLLIN)))
+        if (received < 0 || (received == 0 && !hash_some(gets, HASH_STEP) && !exchange_await(exchange, POLLIN)))
             return;
     }
 }
@@ -165,14 +185,13 @@ static bool hold_get(Get *get, PyObject *item) {
            PyObject_GetBuffer(target, &get->target, PyBUF_WRITABLE) == 0;
 }
 
-/* get_values(fd, deadline, values, are_hashed, step, few_bytes, pair_bytes); see interface.py. */
+/* get_values(fd, deadline, values, are_hashed, few_bytes, pair_bytes); see interface.py. */
 PyObject *get_values(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count) {
-    if (!has_arguments(count, 7))
+    if (!has_arguments(count, 6))
         return NULL;
     Gets gets = {0};
     PyObject *results = NULL;
     gets.are_hashed = PyObject_IsTrue(args[3]) == 1;
-    gets.step = PyLong_AsSsize_t(args[4]);
     if (!exchange_begin(&gets.exchange, args, count))
         return NULL;
     Py_ssize_t values = PyList_Size(args[2]);
@@ -183,6 +202,8 @@ PyObject *get_values(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssiz
     if (is_held) {
         Py_BEGIN_ALLOW_THREADS
         get_all(&gets);
+        while (hash_some(&gets, PY_SSIZE_T_MAX))
+            ;
         Py_END_ALLOW_THREADS
         results = PyList_New(gets.answered);
         for (Py_ssize_t number = 0; results != NULL && number < gets.answered; number++) {

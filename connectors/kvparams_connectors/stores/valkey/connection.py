@@ -56,8 +56,8 @@ class ValkeyConnection(DeadlineSocket):
         """
         super().__init__(sock)
         self._owed = 0
-        self._step = None if sock.family == socket.AF_UNIX else _STEP
-        self._reader = ReplyReader(self.receive, step=self._step)
+        unix = sock.family == socket.AF_UNIX
+        self._reader = ReplyReader(self.receive, step=None if unix else _STEP)
 
     def send(
         self, parts: Sequence[bytes | memoryview], replies: int, meanwhile: Callable[[], bool] | None = None
@@ -121,7 +121,7 @@ class ValkeyConnection(DeadlineSocket):
             Of each value its size, -1 if there is none, and XXH3-64 of what follows the header of a page.
         """
         native, fd = self._native()
-        return self._outcome(*native.get_values(fd, self.deadline, values, are_hashed, self._step or 0, *window))
+        return self._outcome(*native.get_values(fd, self.deadline, values, are_hashed, *window))
 
     def _native(self) -> tuple[NativeCode, int]:
         fd = self.plain_fd
@@ -130,17 +130,28 @@ class ValkeyConnection(DeadlineSocket):
         return NATIVE, fd
 
     def _outcome(self, status: int, error: int, answers: list[Answer], sent: int, rest: bytes) -> NativeOutcome[Answer]:
-        failures: dict[int, OSError] = {
-            _LATE: TimeoutError("the deadline has passed"),
-            _CLOSED: ConnectionError("the server closed the connection"),
-            _BROKEN: RESPProtocolError("a value does not end where it should"),
-            _FAILED: OSError(error, os.strerror(error)),
-        }
         self._owed += sent - len(answers)
-        self._reader.feed(rest)
-        return NativeOutcome(answers, sent, failures.get(status))
+        if rest:
+            self._reader.feed(rest)
+        return NativeOutcome(answers, sent, _failure(status, error))
+
+    @property
+    def is_idle(self) -> bool:
+        """Returns whether no reply is owed or lies unread."""
+        return not self._owed and self._reader.empty
 
     @property
     def is_reusable(self) -> bool:
         """Returns whether no reply is owed or lies unread, and the peer has neither spoken unasked nor gone away."""
-        return not self._owed and self._reader.empty and self.is_silent
+        return self.is_idle and self.is_silent
+
+
+def _failure(status: int, error: int) -> OSError | None:
+    """Returns why a connection is over after an exchange in native code; None: it goes on."""
+    if status == _LATE:
+        return TimeoutError("the deadline has passed")
+    if status == _CLOSED:
+        return ConnectionError("the server closed the connection")
+    if status == _BROKEN:
+        return RESPProtocolError("a value does not end where it should")
+    return OSError(error, os.strerror(error)) if status == _FAILED else None

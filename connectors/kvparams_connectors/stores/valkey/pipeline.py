@@ -59,8 +59,11 @@ def run_batch(
     """
     batch = BatchOutcome([Result(ResultCode.TIMEOUT)] * len(requests))
     groups: dict[tuple[ValkeyNode, bool], list[int]] = {}
-    for index, request in enumerate(requests):
-        groups.setdefault((topology.node(request.key), False), []).append(index)
+    if topology.cluster:
+        for index, request in enumerate(requests):
+            groups.setdefault((topology.node(request.key), False), []).append(index)
+    elif requests:
+        groups[topology.node(b""), False] = list(range(len(requests)))
     for _ in range(1 + _REDIRECTS):
         exchanges = [
             _ServerPipeline(pool, node, requests, indexes, batch, asking=asking, deadline=deadline)
@@ -224,7 +227,8 @@ class _ServerPipeline:
             self._batch.results[index] = result
         self._next, self._answered = sent, len(results)
         self._waiting = list(self._indexes[:sent])
-        self._weight = sum(request.weight for request in requests[len(results) : sent])
+        if sent > len(results):
+            self._weight = sum(request.weight for request in requests[len(results) : sent])
         if error is not None:
             raise error
 
