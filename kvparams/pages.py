@@ -45,6 +45,7 @@ __all__ = [
     "PageRefusal",
     "PageRefusalReason",
     "complete_header",
+    "expected_checksum",
     "page_identity",
     "read_claim",
     "seal",
@@ -293,11 +294,21 @@ def verify_detached(
     """
     if keys is None and payload.nbytes == expected.payload_bytes:
         payload_checksum = _checksum((payload,)) if payload_checksum is None else payload_checksum
-        whole = bytearray(unsealed_header(expected))
-        complete_header(whole, payload_checksum)
-        if header.tobytes() == bytes(whole):
+        if expected_checksum(header, expected) == payload_checksum:
             return None
     return _refusal(header, payload, expected, keys, payload_checksum)
+
+
+def expected_checksum(header: memoryview, expected: PageIdentity) -> int | None:
+    """Returns the checksum that a payload must have for the page to be `expected`, which has no tag.
+
+    None: the header is not that of this page; `verify_detached` says why. For callers that compute the checksum while
+    they copy the payload.
+    """
+    (checksum,) = _CHECKSUM.unpack_from(header, _PAYLOAD_CHECKSUM_AT)
+    whole = bytearray(unsealed_header(expected))
+    complete_header(whole, checksum)
+    return checksum if header.tobytes() == bytes(whole) else None
 
 
 def _refusal(

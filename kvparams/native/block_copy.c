@@ -120,9 +120,20 @@ static int read_ranges(const Copying *copying, Page *page, PyObject *ranges) {
     return page->skip <= page->tokens && tokens <= page->tokens - page->skip;
 }
 
-/* Holds a page: `(payload, ranges, skip, tokens)`. Returns as `hold_slice`. */
+/* Reads the checksum that a page must have, if one is given; returns as `read_numbers`. */
+static int read_expected(Page *page, PyObject *expected) {
+    page->is_checked = expected != Py_None;
+    if (!page->is_checked)
+        return 1;
+    page->checksum = PyLong_AsUnsignedLongLong(expected);
+    bool is_number = !PyErr_Occurred();
+    PyErr_Clear();
+    return is_number;
+}
+
+/* Holds a page: `(payload, ranges, skip, tokens, checksum)`; see interface.py. Returns as `hold_slice`. */
 static int hold_page(Copying *copying, PyObject *item, int flags) {
-    if (!PyTuple_Check(item) || PyTuple_Size(item) != 4 || !PyList_Check(PyTuple_GetItem(item, 1)))
+    if (!PyTuple_Check(item) || PyTuple_Size(item) != 5 || !PyList_Check(PyTuple_GetItem(item, 1)))
         return 0;
     Py_ssize_t numbers[2];
     if (!read_numbers(item, 2, numbers, 2))
@@ -133,6 +144,8 @@ static int hold_page(Copying *copying, PyObject *item, int flags) {
     copying->page_count++;
     page->skip = numbers[0];
     page->tokens = numbers[1];
+    if (!read_expected(page, PyTuple_GetItem(item, 4)))
+        return 0;
     for (Py_ssize_t at = 0; at < copying->layer_count; at++) {
         const Layer *layer = &copying->layers[at];
         Py_ssize_t size = layer_bytes(layer->slice, page->tokens);
@@ -198,7 +211,7 @@ PyObject *gather_pages(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ss
     return checksums;
 }
 
-/* scatter_pages(slices, pages): copies payloads to blocks; returns True. None as of `gather_pages`. */
+/* scatter_pages(slices, pages): copies payloads to blocks; returns how many. None as of `gather_pages`. */
 PyObject *scatter_pages(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count) {
     if (!has_arguments(count, 2))
         return NULL;
@@ -206,9 +219,10 @@ PyObject *scatter_pages(PyObject *Py_UNUSED(module), PyObject *const *args, Py_s
     int is_held = hold(&copying, args, true);
     if (is_held != 1)
         return not_held(&copying, is_held);
+    Py_ssize_t written;
     Py_BEGIN_ALLOW_THREADS
-    scatter_all(&copying);
+    written = scatter_all(&copying);
     Py_END_ALLOW_THREADS
     release(&copying);
-    Py_RETURN_TRUE;
+    return PyLong_FromSsize_t(written);
 }

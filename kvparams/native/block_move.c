@@ -221,9 +221,19 @@ void gather_all(Copying *copying) {
         stream_page_out(copying, &copying->pages[at], &walk);
 }
 
-void scatter_all(const Copying *copying) {
+static bool is_expected(const Page *page) {
+    if (!page->is_checked)
+        return true;
+    PageHash hash;
+    page_hash_begin(&hash);
+    page_hash_add(&hash, page->payload.buf, (size_t)page->payload.len);
+    return page_hash_end(&hash) == page->checksum;
+}
+
+Py_ssize_t scatter_all(const Copying *copying) {
     bool can_stream = has_whole_rows(copying) && has_aligned_blocks(copying);
-    for (Py_ssize_t at = 0; at < copying->page_count; at++) {
+    Py_ssize_t at = 0;
+    for (; at < copying->page_count && is_expected(&copying->pages[at]); at++) {
         const Page *page = &copying->pages[at];
         if (can_stream && page->payload.len >= PAGE_STREAM_BYTES) {
             stream_page_in(copying, page);
@@ -234,4 +244,5 @@ void scatter_all(const Copying *copying) {
     }
     if (can_stream)
         page_stream_finish();
+    return at;
 }

@@ -31,9 +31,10 @@ typedef struct {
     Py_buffer payload;
     Range *ranges;
     Py_ssize_t range_count, skip, tokens; /* tokens to skip in the payload; all that it has */
-    uint64_t checksum;
-    bool is_whole;   /* all of its tokens are copied */
-    bool is_covered; /* all of its bytes were gathered, so that the checksum is that of all of them */
+    uint64_t checksum; /* that was computed, or that is expected */
+    bool is_whole;     /* all of its tokens are copied */
+    bool is_covered;   /* all of its bytes were gathered, so that the checksum is that of all of them */
+    bool is_checked;   /* it is copied only if its checksum is the expected one */
 } Page;
 
 typedef struct {
@@ -56,7 +57,8 @@ static inline Py_ssize_t layer_bytes(const SliceView *slice, Py_ssize_t tokens) 
 
 /* Copies blocks to payloads, and sets the checksums. Needs no interpreter lock. */
 void gather_all(Copying *copying);
-/* Copies payloads to blocks. Needs no interpreter lock. */
-void scatter_all(const Copying *copying);
+/* Copies payloads to blocks up to the first one that has another checksum than the expected one; returns how many. Needs
+ * no interpreter lock. */
+Py_ssize_t scatter_all(const Copying *copying);
 
 #endif

@@ -90,7 +90,7 @@ class NativeCode(Protocol):
     def gather_pages(
         self,
         slices: list[tuple[object, int, int]],
-        pages: list[tuple[memoryview, list[tuple[int, int, int]], int, int]],
+        pages: list[tuple[memoryview, list[tuple[int, int, int]], int, int, int | None]],
         /,
     ) -> list[int] | None:
         """Copies pages out of an engine's blocks, without the interpreter lock, and computes their checksums.
@@ -99,7 +99,7 @@ class NativeCode(Protocol):
             slices: K or V of some layers: memory of the shape `[layers, heads, blocks, tokens, dim]`, and where it
                 stands in a payload, in bytes: the first layer's offset, and the distance from one layer to the next.
             pages: for each page the payload; its tokens in order, as `(block, first token in it, how many)`; how many
-                tokens of the payload come before these; how many tokens the payload has.
+                tokens of the payload come before these; how many tokens the payload has; None.
 
         Returns:
             XXH3-64 of each payload. None where the slices leave out a part of a payload, a place lies outside of its
@@ -114,17 +114,19 @@ class NativeCode(Protocol):
     def scatter_pages(
         self,
         slices: list[tuple[object, int, int]],
-        pages: list[tuple[memoryview, list[tuple[int, int, int]], int, int]],
+        pages: list[tuple[memoryview, list[tuple[int, int, int]], int, int, int | None]],
         /,
-    ) -> bool | None:
+    ) -> int | None:
         """Copies pages into an engine's blocks, without the interpreter lock.
 
         Args:
             slices: as for `gather_pages`.
-            pages: as for `gather_pages`.
+            pages: as for `gather_pages`, but the last element is XXH3-64 of the payload, without which it is not
+                copied, or None.
 
         Returns:
-            True, or None as `gather_pages`; then nothing was copied.
+            How many were copied: those before the first one that has another checksum. None as `gather_pages`; then
+            nothing was copied.
         """
         ...
 

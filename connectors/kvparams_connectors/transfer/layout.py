@@ -232,10 +232,14 @@ class PagedKVLayout:
         payload: memoryview,
         page: range,
         unit: KVShard | None = None,
+        checksum: int | None = None,
     ) -> HostPage:
-        """Returns what `host_gather` and `host_scatter` copy; for the arguments and errors see `scatter`."""
+        """Returns what `host_gather` and `host_scatter` copy; for the arguments and errors see `scatter`.
+
+        `checksum`: XXH3-64 of the payload; another payload is not scattered. None: whatever there is.
+        """
         self._check_payload(payload.nbytes, len(page), unit)
-        return payload, self.pieces(block_ids, start_token, tokens), start_token - page.start, len(page)
+        return payload, self.pieces(block_ids, start_token, tokens), start_token - page.start, len(page), checksum
 
     def pieces(self, block_ids: Sequence[int], start_token: int, tokens: int) -> BlockRanges:
         """Returns the places of `tokens` tokens from position `start_token` on, in order.

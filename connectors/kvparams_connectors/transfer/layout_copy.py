@@ -33,9 +33,10 @@ __all__ = [
 BlockRanges = list[tuple[int, int, int]]
 """Tokens in order, as `(block, first token in it, how many)`."""
 
-HostPage = tuple[memoryview, BlockRanges, int, int]
+HostPage = tuple[memoryview, BlockRanges, int, int, int | None]
 """The payload of a page; the places of tokens in the blocks; how many tokens of the payload come before these; how many
-tokens the payload has. On a save the places are those of all tokens."""
+tokens the payload has; the checksum without which it is not scattered, None if any will do. On a save the places are
+those of all tokens."""
 
 HostPlace = tuple[object, int, int]
 """K or V of some layers, and the offset and the distance of these layers in a payload, in bytes."""
@@ -151,7 +152,7 @@ def host_gather(spans: UnitSlices, pages: list[HostPage]) -> list[int]:
         checksums = NATIVE.gather_pages(spans.host_places(pages[0][3]), pages)
         if checksums is not None:
             return checksums
-    for payload, pieces, _, tokens in pages:
+    for payload, pieces, _, tokens, _ in pages:
         for span in spans:
             source, target = span.host, span.in_bytes(payload, tokens)
             at = 0
@@ -161,17 +162,26 @@ def host_gather(spans: UnitSlices, pages: list[HostPage]) -> list[int]:
     return [xxh3_64_intdigest(payload) for payload, *_ in pages]
 
 
-def host_scatter(spans: UnitSlices, pages: list[HostPage]) -> None:
-    """Copies the payloads of pages that have equally many tokens to the blocks."""
-    if NATIVE is not None and pages and NATIVE.scatter_pages(spans.host_places(pages[0][3]), pages):
-        return
-    for payload, pieces, skip, tokens in pages:
+def host_scatter(spans: UnitSlices, pages: list[HostPage]) -> int:
+    """Copies the payloads of pages that have equally many tokens to the blocks.
+
+    Returns:
+        How many were copied: all of them, or those before the first one that has another checksum than it should.
+    """
+    if NATIVE is not None and pages:
+        written = NATIVE.scatter_pages(spans.host_places(pages[0][3]), pages)
+        if written is not None:
+            return written
+    for number, (payload, pieces, skip, tokens, checksum) in enumerate(pages):
+        if checksum is not None and xxh3_64_intdigest(payload) != checksum:
+            return number
         for span in spans:
             target, source = span.host, span.in_bytes(payload, tokens)
             at = skip
             for block, first, count in pieces:
                 target[:, :, block, first : first + count] = source[:, :, at : at + count]
                 at += count
+    return len(pages)
 
 
 @torch.inference_mode()  # an engine may have allocated its cache in it, and then it is written only in it
