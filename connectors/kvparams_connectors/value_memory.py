@@ -59,6 +59,10 @@ class ValueMemory(Protocol):
         """Gives the room back of values that are not published."""
         ...
 
+    def use_values(self, keys: Sequence[str]) -> None:
+        """Says that these were used together, the first one last; see `KVStore`."""
+        ...
+
     def pin_values(self, keys: Sequence[str]) -> list[PinnedValue | None]:
         """Pins the values that are there, which counts as a use; each is to be unpinned once."""
         ...

@@ -33,7 +33,7 @@ def load_in_place(
     Returns:
         The pages that the store has to be asked for, from the first one that lies in several pieces.
     """
-    step = max(1, _AT_ONCE_BYTES // sum(writer.sizes(plan.namespace.page_tokens)))
+    step = -(-_AT_ONCE_BYTES // sum(writer.sizes(plan.namespace.page_tokens)))  # rounded up
     for first in range(0, len(pages), step):
         some = pages[first : first + step]
         held = memory.pin_values([plan.keys[part] for page in some for part in plan.parts(page)])

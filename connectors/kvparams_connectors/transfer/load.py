@@ -101,8 +101,10 @@ class LoadOperation:
                 if self._unasked:
                     writer.end(ResultCode.TIMEOUT)
                     return writer.report
-        if self._portions > 1 or (memory is not None and len(self._wanted) > 1):
-            # The store saw the head used before the tail; say it the other way round, once for all.
+        # The store saw the head used before the tail; say it the other way round, once for all.
+        if memory is not None:
+            memory.use_values(self._plan.keys)
+        elif self._portions > 1:
             self._gear.store.exists(self._plan.keys, self._gear.settings.deadline_s)
         return writer.report
 

@@ -82,6 +82,11 @@ class ValuesInPlace:
         self._table.drop(key, value)
         self._table.unpin(value)
 
+    def use_values(self, keys: Sequence[str]) -> None:
+        """Says that these were used together; see `ValueMemory.use_values`."""
+        with self._changed:
+            self._table.use(keys)
+
     def pin_values(self, keys: Sequence[str]) -> list[PinnedValue | None]:
         """Pins values; see `ValueMemory.pin_values`. It renews no lease."""
         with self._changed:
