@@ -50,6 +50,11 @@ class PacedStore(MemoryStore):
         super().__init__(size_bytes)
         self._seconds_per_byte = 1e-9 / gb_per_s
 
+    @property
+    def memory(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns nothing: what lies behind a wire is not read in place."""
+        return None
+
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         start = time.perf_counter()
         return self._paced(start, super().put_blocking(ops, deadline))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Literal, Protocol
 
-from kvparams.pages import PageIdentity, PageRefusal, seal, verify
+from kvparams.pages import PageIdentity, PageRefusal, seal, unsealed_header, verify
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode, Results
 from kvparams_connectors.transfer.incremental_sealer import IncrementalSealer
@@ -32,7 +32,8 @@ def put_of(key: str, page: memoryview, identity: PageIdentity | None) -> PutOp:
     if identity is None:
         return PutOp(key, (page,))
     departure = IncrementalSealer(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
-    return PutOp(key, (page,), departure.finish, departure.advance, departure.finish_copied)
+    header = unsealed_header(identity)
+    return PutOp(key, (page,), departure.finish, departure.advance, departure.finish_copied, header)
 
 
 class Checks:

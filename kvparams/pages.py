@@ -44,10 +44,13 @@ __all__ = [
     "PageIdentity",
     "PageRefusal",
     "PageRefusalReason",
+    "complete_header",
+    "expected_checksum",
     "page_identity",
     "read_claim",
     "seal",
     "seal_detached",
+    "unsealed_header",
     "verify",
     "verify_detached",
 ]
@@ -92,13 +95,16 @@ delete. All others say that it is good for nobody, or must not be trusted."""
 _MAGIC: Final = b"KVPG"
 _VERSION: Final = 1
 _FIELDS: Final = struct.Struct("<4sHHI5IQQ32s32s8s32s16s80x")
+_WHOLE: Final = struct.Struct(f"{HEADER_BYTES}s")
 _CHECKSUM: Final = struct.Struct("<Q")
 _CHECKED_BYTES: Final = HEADER_BYTES - _CHECKSUM.size
+_PAYLOAD_CHECKSUM_AT: Final = 40
 _TAG_AT: Final = 152
 _UNUSED_AT: Final = 168
 _COVERED: Final = (slice(0, 40), slice(48, _TAG_AT), slice(_UNUSED_AT, _CHECKED_BYTES))
 """What the tag covers of the header; the payload comes after it."""
-_NO_TAG: Final = (bytes(8), bytes(32), bytes(16))
+_NO_KEY: Final = (bytes(8), bytes(32))
+"""The id of the key and the random bytes of a page without a tag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,32 +189,58 @@ def seal_detached(
             f"{header.nbytes} and {payload_bytes} bytes; header and payload have {HEADER_BYTES} and "
             f"{identity.payload_bytes}"
         )
+    checksum = _checksum(pieces) if payload_checksum is None else payload_checksum
+    if keys is None:
+        _WHOLE.pack_into(header, 0, unsealed_header(identity))
+        complete_header(header, checksum)
+        return
+    key_id, salt = keys.key_id, keys.new_salt()
+    _WHOLE.pack_into(header, 0, _header(identity, keys.flags, checksum, key_id, salt))
+    covered = [*(header[part] for part in _COVERED), *pieces]
+    header[_TAG_AT:_UNUSED_AT] = keys.tag(keys.flags, key_id, salt, covered)
+    _CHECKSUM.pack_into(header, _CHECKED_BYTES, xxh3_64_intdigest(header[:_CHECKED_BYTES]))
+
+
+def unsealed_header(identity: PageIdentity) -> bytes:
+    """Returns the header of a page without a tag, with zeros in place of its two checksums.
+
+    A store that computes the checksum of the payload on its way completes it, as `complete_header` does.
+    """
+    return _header(identity, 0, 0, *_NO_KEY)
+
+
+def complete_header(header: memoryview | bytearray, payload_checksum: int) -> None:
+    """Writes the two checksums into the header of a page without a tag.
+
+    Args:
+        header: `HEADER_BYTES` writable bytes, which begin as `unsealed_header`.
+        payload_checksum: XXH3-64 of the payload.
+    """
+    _CHECKSUM.pack_into(header, _PAYLOAD_CHECKSUM_AT, payload_checksum)
+    _CHECKSUM.pack_into(header, _CHECKED_BYTES, xxh3_64_intdigest(header[:_CHECKED_BYTES]))
+
+
+def _header(identity: PageIdentity, flags: int, payload_checksum: int, key_id: bytes, salt: bytes) -> bytes:
+    """Returns a header without its tag and its own checksum."""
     part = identity.shard
-    key_id, salt, tag = _NO_TAG if keys is None else (keys.key_id, keys.new_salt(), bytes(16))
-    _FIELDS.pack_into(
-        header,
-        0,
+    return _FIELDS.pack(
         _MAGIC,
         _VERSION,
         HEADER_BYTES,
-        0 if keys is None else keys.flags,
+        flags,
         identity.tokens,
         part.layer_start,
         part.layer_end,
         part.head_start,
         part.head_end,
         identity.payload_bytes,
-        _checksum(pieces) if payload_checksum is None else payload_checksum,
+        payload_checksum,
         identity.namespace,
         identity.chain,
         key_id,
         salt,
-        tag,
-    )
-    if keys is not None:
-        covered = [*(header[part] for part in _COVERED), *pieces]
-        header[_TAG_AT:_UNUSED_AT] = keys.tag(keys.flags, key_id, salt, covered)
-    _CHECKSUM.pack_into(header, _CHECKED_BYTES, xxh3_64_intdigest(header[:_CHECKED_BYTES]))
+        bytes(16),
+    ).ljust(HEADER_BYTES, b"\0")
 
 
 def _checksum(pieces: Sequence[memoryview]) -> int:
@@ -260,6 +292,33 @@ def verify_detached(
         keys: of the tenant, as for `verify`.
         payload_checksum: as for `verify`.
     """
+    if keys is None and payload.nbytes == expected.payload_bytes:
+        payload_checksum = _checksum((payload,)) if payload_checksum is None else payload_checksum
+        if expected_checksum(header, expected) == payload_checksum:
+            return None
+    return _refusal(header, payload, expected, keys, payload_checksum)
+
+
+def expected_checksum(header: memoryview, expected: PageIdentity) -> int | None:
+    """Returns the checksum that a payload must have for the page to be `expected`, which has no tag.
+
+    None: the header is not that of this page; `verify_detached` says why. For callers that compute the checksum while
+    they copy the payload.
+    """
+    (checksum,) = _CHECKSUM.unpack_from(header, _PAYLOAD_CHECKSUM_AT)
+    whole = bytearray(unsealed_header(expected))
+    complete_header(whole, checksum)
+    return checksum if header.tobytes() == bytes(whole) else None
+
+
+def _refusal(
+    header: memoryview,
+    payload: memoryview,
+    expected: PageIdentity,
+    keys: TenantPageAuthKeys | None,
+    payload_checksum: int | None,
+) -> PageRefusal | None:
+    """Checks one thing after the other; see `verify_detached`."""
     (
         magic,
         version,

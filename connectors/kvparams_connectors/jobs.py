@@ -299,6 +299,11 @@ class WorkerPool:
             job.finish(refused)
         return job
 
+    @property
+    def is_closed(self) -> bool:
+        """Returns whether it takes no more work."""
+        return self._closed
+
     def close(self, timeout_s: float = 10.0) -> bool:
         """Take no more work and wait until what was submitted has ended, at most `timeout_s`; whether it has."""
         give_up = time.monotonic() + timeout_s

@@ -28,6 +28,7 @@ from kvparams_connectors.store_url import StoreError, StoreURL
 
 if TYPE_CHECKING:  # it imports numpy, which not every store needs
     from kvparams_connectors.arena import Arena
+    from kvparams_connectors.value_memory import ValueMemory
 
 __all__ = [
     "DEFAULT_DEADLINE_S",
@@ -95,6 +96,11 @@ class KVStore(ABC):
     @abstractmethod
     def capabilities(self) -> Capabilities:
         """Returns what this store can do."""
+
+    @property
+    def memory(self) -> "ValueMemory | None":
+        """Returns access in place to values in this process's memory; None if a store keeps them elsewhere."""
+        return None
 
     @abstractmethod
     def register(self, arena: "Arena") -> None:

@@ -93,6 +93,9 @@ class PutOp:
     """A store that copies the value may call it in place of `before_read`: when it has copied the value, with the
     XXH3-64 of what follows the first `kvparams.pages.HEADER_BYTES`, as it has written it. The caller then writes those
     first bytes, and the store copies them after the call. It may raise ValueError: the buffers were released."""
+    page_header: bytes | None = None
+    """`kvparams.pages.unsealed_header`, if the value is a page that lacks its two checksums. A store may complete the
+    page in the first buffer, which has room for it, in place of calling `before_read`."""
 
     def resolve_before_read(self) -> "PutOp":
         """Calls `before_read` and returns the operation without it.

@@ -1,46 +1,9 @@
-/* Copies pages between an engine's blocks in host memory and payloads, and computes the payloads' checksums.
- *
- * A slice is the K or V of some layers: memory `[layers, heads, blocks, tokens, dim]` with any strides but the last, and
- * where it stands in a payload: the offset of its first layer and the bytes from one layer to the next. In a payload the
- * tokens of a head follow each other, and the heads of a layer. */
-#include "native.h"
-#include "page_hash.h"
+/* Copies pages between an engine's blocks in host memory and payloads, and computes the payloads' checksums: what
+ * Python gives, checked against its memory. `blocks.h` says what slices and pages are; `block_move.c` copies. */
+#include "blocks.h"
 #include <stdlib.h>
 
-enum { LAYER = 0, HEAD = 1, BLOCK = 2, TOKEN = 3, DIM = 4, DIMS = 5 };
-enum { MAX_SLICES = 4096, MAX_RANGES = 1 << 16, LINE = 64 };
-
-typedef struct {
-    Py_buffer view;
-    Py_ssize_t offset, layer_step;
-} SliceView;
-
-/* One layer of a slice: its bytes follow each other in the payload. */
-typedef struct {
-    char *blocks;
-    const SliceView *slice;
-    Py_ssize_t offset;
-} Layer;
-
-typedef struct {
-    Py_ssize_t block, first, count;
-} Range;
-
-typedef struct {
-    Py_buffer payload;
-    Range *ranges;
-    Py_ssize_t range_count, skip, tokens; /* tokens to skip in the payload; all that it has */
-    uint64_t checksum;
-    bool is_whole;   /* all of its tokens are copied */
-    bool is_covered; /* all of its bytes were gathered, so that the checksum is that of all of them */
-} Page;
-
-typedef struct {
-    SliceView *slices;
-    Layer *layers;
-    Page *pages;
-    Py_ssize_t slice_count, layer_count, page_count; /* what is held so far */
-} Copying;
+enum { MAX_SLICES = 4096, MAX_RANGES = 1 << 16 };
 
 static void release(Copying *copying) {
     for (Py_ssize_t at = 0; at < copying->slice_count; at++)
@@ -132,17 +95,6 @@ static int hold_slices(Copying *copying, PyObject *slices, int flags) {
     return 1;
 }
 
-/* Returns the bytes of a token of one head. */
-static Py_ssize_t row_of(const SliceView *slice) { return slice->view.shape[DIM] * slice->view.itemsize; }
-
-/* Returns the bytes that a layer takes in a payload of so many tokens; -1 if that is too much. */
-static Py_ssize_t layer_bytes(const SliceView *slice, Py_ssize_t tokens) {
-    Py_ssize_t heads = slice->view.shape[HEAD], row = row_of(slice);
-    if (heads > PY_SSIZE_T_MAX / row || tokens > PY_SSIZE_T_MAX / (heads * row))
-        return -1;
-    return heads * row * tokens;
-}
-
 /* Reads the ranges of a page, and checks them against every slice. */
 static int read_ranges(const Copying *copying, Page *page, PyObject *ranges) {
     Py_ssize_t count = PyList_Size(ranges), tokens = 0;
@@ -170,9 +122,20 @@ static int read_ranges(const Copying *copying, Page *page, PyObject *ranges) {
     return 1;
 }
 
-/* Holds a page: `(payload, ranges, skip, tokens)`. Returns as `hold_slice`. */
+/* Reads the checksum that a page must have, if one is given; returns as `read_numbers`. */
+static int read_expected(Page *page, PyObject *expected) {
+    page->is_checked = expected != Py_None;
+    if (!page->is_checked)
+        return 1;
+    page->checksum = PyLong_AsUnsignedLongLong(expected);
+    bool is_number = !PyErr_Occurred();
+    PyErr_Clear();
+    return is_number;
+}
+
+/* Holds a page: `(payload, ranges, skip, tokens, checksum)`; see interface.py. Returns as `hold_slice`. */
 static int hold_page(Copying *copying, PyObject *item, int flags) {
-    if (!PyTuple_Check(item) || PyTuple_Size(item) != 4 || !PyList_Check(PyTuple_GetItem(item, 1)))
+    if (!PyTuple_Check(item) || PyTuple_Size(item) != 5 || !PyList_Check(PyTuple_GetItem(item, 1)))
         return 0;
     Py_ssize_t numbers[2];
     if (!read_numbers(item, 2, numbers, 2))
@@ -183,6 +146,8 @@ static int hold_page(Copying *copying, PyObject *item, int flags) {
     copying->page_count++;
     page->skip = numbers[0];
     page->tokens = numbers[1];
+    if (!read_expected(page, PyTuple_GetItem(item, 4)))
+        return 0;
     for (Py_ssize_t at = 0; at < copying->layer_count; at++) {
         const Layer *layer = &copying->layers[at];
         Py_ssize_t size = layer_bytes(layer->slice, page->tokens);
@@ -206,67 +171,6 @@ static int hold_pages(Copying *copying, PyObject *pages, int flags) {
     return 1;
 }
 
-/* Copies bytes, and asks for those at `ahead` meanwhile. Blocks lie anywhere, so the processor cannot guess which are
- * next. */
-static inline void move(char *to, const char *from, Py_ssize_t size, const char *ahead) {
-    for (; size >= LINE; size -= LINE, to += LINE, from += LINE, ahead += LINE) {
-#ifdef __GNUC__
-        __builtin_prefetch(ahead); /* no fault, wherever it is */
-#endif
-        memcpy(to, from, LINE); /* of a known size: no call */
-    }
-    if (size > 0)
-        memcpy(to, from, (size_t)size);
-    (void)ahead;
-}
-
-/* Returns where a range of a page begins in a layer. */
-static char *start_of(const Layer *layer, const Range *range) {
-    const Py_ssize_t *steps = layer->slice->view.strides;
-    return layer->blocks + range->block * steps[BLOCK] + range->first * steps[TOKEN];
-}
-
-/* Copies a layer of a page, in the order in which the blocks lie in memory. `next`: the layer after it, or itself. */
-static void copy_layer(const Layer *layer, const Layer *next, const Page *page, bool to_blocks) {
-    const SliceView *slice = layer->slice;
-    Py_ssize_t head_stride = slice->view.strides[HEAD], token_stride = slice->view.strides[TOKEN];
-    Py_ssize_t row = row_of(slice), heads = slice->view.shape[HEAD], head_step = page->tokens * row;
-    char *payload = (char *)page->payload.buf + layer->offset + page->skip * row;
-    for (Py_ssize_t at = 0; at < page->range_count; at++) {
-        const Range *range = &page->ranges[at];
-        char *block = start_of(layer, range);
-        const char *ahead = at + 1 < page->range_count ? start_of(layer, range + 1) : start_of(next, page->ranges);
-        bool is_run = token_stride == row; /* the tokens of a head follow each other */
-        Py_ssize_t runs = is_run ? 1 : range->count, run = is_run ? range->count * row : row;
-        for (Py_ssize_t token = 0; token < runs; token++)
-            for (Py_ssize_t head = 0; head < heads; head++) {
-                Py_ssize_t inside = token * token_stride + head * head_stride;
-                char *outside = payload + head * head_step + token * row;
-                move(to_blocks ? block + inside : outside, to_blocks ? outside : block + inside, run, ahead + inside);
-            }
-        payload += range->count * row;
-    }
-}
-
-static void gather_page(const Copying *copying, Page *page) {
-    PageHash hash;
-    Py_ssize_t hashed = 0;
-    bool is_seamless = true; /* each layer begins where the one before it ends */
-    page_hash_begin(&hash);
-    for (Py_ssize_t at = 0; at < copying->layer_count; at++) {
-        const Layer *layer = &copying->layers[at];
-        copy_layer(layer, layer + (at + 1 < copying->layer_count), page, false);
-        is_seamless = is_seamless && layer->offset == hashed;
-        if (!is_seamless)
-            continue;
-        Py_ssize_t size = layer_bytes(layer->slice, page->tokens);
-        page_hash_add(&hash, (const char *)page->payload.buf + hashed, (size_t)size);
-        hashed += size;
-    }
-    page->is_covered = page->is_whole && is_seamless && hashed == page->payload.len;
-    page->checksum = page_hash_end(&hash);
-}
-
 /* Holds what the arguments `(slices, pages)` name; returns as `hold_slice`. */
 static int hold(Copying *copying, PyObject *const *args, bool to_blocks) {
     if (!PyList_Check(args[0]) || !PyList_Check(args[1]))
@@ -283,7 +187,7 @@ static PyObject *not_held(Copying *copying, int is_held) {
 }
 
 /* gather_pages(slices, pages): copies blocks to payloads; returns their checksums.
- * None, with nothing copied, where something is not as the comment at the top says, or lies outside of its memory; None
+ * None, with nothing copied, where something is not as `blocks.h` says, or lies outside of its memory; None
  * where the slices leave out a part of a payload. */
 PyObject *gather_pages(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count) {
     if (!has_arguments(count, 2))
@@ -293,8 +197,7 @@ PyObject *gather_pages(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ss
     if (is_held != 1)
         return not_held(&copying, is_held);
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t at = 0; at < copying.page_count; at++)
-        gather_page(&copying, &copying.pages[at]);
+    gather_all(&copying);
     Py_END_ALLOW_THREADS
     PyObject *checksums = PyList_New(copying.page_count);
     for (Py_ssize_t at = 0; checksums != NULL && at < copying.page_count; at++) {
@@ -310,7 +213,7 @@ PyObject *gather_pages(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ss
     return checksums;
 }
 
-/* scatter_pages(slices, pages): copies payloads to blocks; returns True. None as of `gather_pages`. */
+/* scatter_pages(slices, pages): copies payloads to blocks; returns how many. None as of `gather_pages`. */
 PyObject *scatter_pages(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count) {
     if (!has_arguments(count, 2))
         return NULL;
@@ -318,12 +221,10 @@ PyObject *scatter_pages(PyObject *Py_UNUSED(module), PyObject *const *args, Py_s
     int is_held = hold(&copying, args, true);
     if (is_held != 1)
         return not_held(&copying, is_held);
+    Py_ssize_t written;
     Py_BEGIN_ALLOW_THREADS
-    for (Py_ssize_t at = 0; at < copying.page_count; at++)
-        for (Py_ssize_t layer = 0; layer < copying.layer_count; layer++)
-            copy_layer(&copying.layers[layer], &copying.layers[layer + (layer + 1 < copying.layer_count)],
-                       &copying.pages[at], true);
+    written = scatter_all(&copying);
     Py_END_ALLOW_THREADS
     release(&copying);
-    Py_RETURN_TRUE;
+    return PyLong_FromSsize_t(written);
 }

@@ -91,7 +91,7 @@ class NativeCode(Protocol):
     def gather_pages(
         self,
         slices: list[tuple[object, int, int]],
-        pages: list[tuple[memoryview, list[tuple[int, int, int]], int, int]],
+        pages: list[tuple[memoryview, list[tuple[int, int, int]], int, int, int | None]],
         /,
     ) -> list[int] | None:
         """Copies pages out of an engine's blocks, without the interpreter lock, and computes their checksums.
@@ -100,7 +100,7 @@ class NativeCode(Protocol):
             slices: K or V of some layers: memory of the shape `[layers, heads, blocks, tokens, dim]`, and where it
                 stands in a payload, in bytes: the first layer's offset, and the distance from one layer to the next.
             pages: for each page the payload; its tokens in order, as `(block, first token in it, how many)`; how many
-                tokens of the payload come before these; how many tokens the payload has.
+                tokens of the payload come before these; how many tokens the payload has; None.
 
         Returns:
             XXH3-64 of each payload. None where the slices leave out a part of a payload or overlap in it, a place lies
@@ -116,17 +116,81 @@ class NativeCode(Protocol):
     def scatter_pages(
         self,
         slices: list[tuple[object, int, int]],
-        pages: list[tuple[memoryview, list[tuple[int, int, int]], int, int]],
+        pages: list[tuple[memoryview, list[tuple[int, int, int]], int, int, int | None]],
         /,
-    ) -> bool | None:
+    ) -> int | None:
         """Copies pages into an engine's blocks, without the interpreter lock.
 
         Args:
             slices: as for `gather_pages`.
-            pages: as for `gather_pages`.
+            pages: as for `gather_pages`, but the last element is XXH3-64 of the payload, without which it is not
+                copied, or None.
 
         Returns:
-            True, or None as `gather_pages`; then nothing was copied.
+            How many were copied: those before the first one that has another checksum. None as `gather_pages`; then
+            nothing was copied.
+        """
+        ...
+
+    def put_values(
+        self,
+        fd: int,
+        deadline: float,
+        values: list[tuple[list[bytes | memoryview], bytes | None]],
+        few_bytes: int,
+        pair_bytes: int,
+        /,
+    ) -> tuple[int, int, list[bool], int, bytes]:
+        """Puts values into a Valkey server, one after the other, without the interpreter lock.
+
+        Args:
+            fd: a connected socket that owes no reply.
+            deadline: on the clock of `time.monotonic`.
+            values: for each what is sent: the beginning of a command, the pieces of a value, the end of the command;
+                and, if it is a page that lacks its checksums, `kvparams.pages.unsealed_header`, which is completed and
+                written to the front of the first piece before that is sent.
+            few_bytes: so many bytes may be under way, however many values they are.
+            pair_bytes: so many bytes may be under way if they are two values.
+
+        Returns:
+            How it ended: 0 ordinarily; 1 before a reply that is not read here; 2 at the deadline; 3 when the server
+            closed the connection; 5 with an error of the system. Then that error's number; for each value that was
+            answered whether it was stored, and did not exist; how many were sent; what was received behind that. After
+            0 and 1 the connection goes on.
+
+        Raises:
+            BufferError: a piece is not contiguous, or the header of a page is not writable.
+            ValueError: a piece was released, or a page has no room for its header.
+        """
+        ...
+
+    def get_values(
+        self,
+        fd: int,
+        deadline: float,
+        values: list[tuple[bytes, memoryview]],
+        are_hashed: bool,
+        few_bytes: int,
+        pair_bytes: int,
+        /,
+    ) -> tuple[int, int, list[tuple[int, int]], int, bytes]:
+        """Gets values from a Valkey server, one after the other, without the interpreter lock.
+
+        Args:
+            fd: as for `put_values`.
+            deadline: as for `put_values`.
+            values: for each the command, and the memory for the value, which may be larger.
+            are_hashed: whether checksums are wanted. What has come is hashed while more is on its way.
+            few_bytes: as for `put_values`.
+            pair_bytes: as for `put_values`.
+
+        Returns:
+            As `put_values`, or 4 where a value does not end where it should. For each value that was answered its size,
+            -1 if there is none, and XXH3-64 of what follows the header of a page.
+
+        Raises:
+            BufferError: memory is not contiguous or not writable.
+            ValueError: memory was released.
         """
         ...
 

@@ -13,7 +13,7 @@ static PyMethodDef functions[] = {
     FUNCTION(gather_pages), FUNCTION(scatter_pages), FUNCTION(hash_blocks),
     FUNCTION(find_nodes), FUNCTION(find_runs), FUNCTION(link_nodes),
     FUNCTION(unlink_nodes), FUNCTION(split_buckets), FUNCTION(remove_leaves),
-    {NULL, NULL, 0, NULL},
+    FUNCTION(put_values),   FUNCTION(get_values),   {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};

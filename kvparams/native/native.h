@@ -32,6 +32,8 @@ PyObject *link_nodes(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *unlink_nodes(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *remove_leaves(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *split_buckets(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *put_values(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *get_values(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* Returns false, with an exception set, unless a function got so many arguments. */
 static inline bool has_arguments(Py_ssize_t count, Py_ssize_t wanted) {
@@ -58,6 +60,13 @@ static inline bool get_words(PyObject *object, Py_ssize_t width, bool writable, 
     PyBuffer_Release(&words->view);
     PyErr_Format(PyExc_ValueError, "words of %zd bytes are needed", width);
     return false;
+}
+
+/* Returns false, with an exception set, unless it is a tuple. */
+static inline bool is_tuple(PyObject *item) {
+    if (item != NULL && !PyTuple_Check(item))
+        PyErr_SetString(PyExc_TypeError, "a tuple is needed");
+    return item != NULL && PyTuple_Check(item);
 }
 
 #endif

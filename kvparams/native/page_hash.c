@@ -15,7 +15,6 @@
 #include <string.h>
 
 enum { BLOCK = 16 << 10 };   /* bytes that are copied before they are hashed: half of a first cache of 32 KiB */
-enum { STREAM = 128 << 10 }; /* from so many bytes on a copy goes past the caches */
 
 void page_hash_begin(PageHash *hash) { XXH3_64bits_reset(&hash->state); }
 
@@ -39,6 +38,15 @@ XXH_TARGET_AVX2 static inline __m256i accumulate(__m256i sums, __m256i data, con
     __m256i product = _mm256_mul_epu32(key, _mm256_srli_epi64(key, 32));
     __m256i swapped = _mm256_shuffle_epi32(data, _MM_SHUFFLE(1, 0, 3, 2));
     return _mm256_add_epi64(product, _mm256_add_epi64(sums, swapped));
+}
+
+/* XXH3_scrambleAcc_avx2 of xxhash.h for 32 bytes in a register. */
+XXH_TARGET_AVX2 static inline __m256i scramble(__m256i sums, const xxh_u8 *secret) {
+    __m256i key = _mm256_xor_si256(_mm256_xor_si256(sums, _mm256_srli_epi64(sums, 47)),
+                                   _mm256_loadu_si256((const __m256i *)(const void *)secret));
+    __m256i prime = _mm256_set1_epi32((int)XXH_PRIME32_1);
+    __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(key, 32), prime);
+    return _mm256_add_epi64(_mm256_mul_epu32(key, prime), _mm256_slli_epi64(high, 32));
 }
 
 /* XXH3_hashLong_64b of xxhash.h. `to` is aligned to 32 bytes, `size` more than `XXH3_MIDSIZE_MAX`. */
@@ -73,6 +81,72 @@ XXH_TARGET_AVX2 static uint64_t stream_avx2(char *to, const char *from, size_t s
     return XXH3_mergeAccs(sums, XXH3_kSecret + XXH_SECRET_MERGEACCS_START, (xxh_u64)size * XXH_PRIME64_1);
 }
 
+void page_stream_begin(PageStream *stream, size_t size) {
+    static const xxh_u64 initial[8] = XXH3_INIT_ACC;
+    memcpy(stream->sums, initial, sizeof initial);
+    stream->stripe = 0;
+    stream->stripes = size / STRIPE;
+}
+
+XXH_TARGET_AVX2 void page_stream_copy(PageStream *stream, char *to, const char *from, size_t size, const char *ahead) {
+    enum { STRIPES = (XXH_SECRET_DEFAULT_SIZE - STRIPE) / XXH_SECRET_CONSUME_RATE };
+    __m256i *low = (__m256i *)(void *)stream->sums, *high = low + 1;
+    __m256i a = _mm256_load_si256(low), b = _mm256_load_si256(high);
+    size_t stripe = stream->stripe;
+    for (size_t at = 0; at < size; at += STRIPE, stripe++) {
+        bool is_last = stripe + 1 == stream->stripes;
+        const xxh_u8 *secret = XXH3_kSecret + (is_last ? XXH_SECRET_DEFAULT_SIZE - STRIPE - XXH_SECRET_LASTACC_START
+                                                       : stripe % STRIPES * XXH_SECRET_CONSUME_RATE);
+        _mm_prefetch(ahead + at, _MM_HINT_T1);
+        __m256i first = _mm256_loadu_si256((const __m256i *)(const void *)(from + at));
+        __m256i second = _mm256_loadu_si256((const __m256i *)(const void *)(from + at + 32));
+        _mm256_stream_si256((__m256i *)(void *)(to + at), first);
+        _mm256_stream_si256((__m256i *)(void *)(to + at + 32), second);
+        a = accumulate(a, first, secret);
+        b = accumulate(b, second, secret + 32);
+        if (stripe % STRIPES == STRIPES - 1 && !is_last) {
+            a = scramble(a, XXH3_kSecret + XXH_SECRET_DEFAULT_SIZE - STRIPE);
+            b = scramble(b, XXH3_kSecret + XXH_SECRET_DEFAULT_SIZE - STRIPE + 32);
+        }
+    }
+    _mm256_store_si256(low, a);
+    _mm256_store_si256(high, b);
+    stream->stripe = stripe;
+}
+
+uint64_t page_stream_end(const PageStream *stream) {
+    page_stream_finish();
+    return XXH3_mergeAccs(stream->sums, XXH3_kSecret + XXH_SECRET_MERGEACCS_START,
+                          (xxh_u64)stream->stripes * STRIPE * XXH_PRIME64_1);
+}
+
+XXH_TARGET_AVX2 void page_stream_write(char *to, const char *from, size_t size) {
+    for (size_t at = 0; at < size; at += 32)
+        _mm256_stream_si256((__m256i *)(void *)(to + at), _mm256_loadu_si256((const __m256i *)(const void *)(from + at)));
+}
+
+void page_stream_ask(const char *at, size_t size) {
+    for (size_t done = 0; done < size; done += 64)
+        _mm_prefetch(at + done, _MM_HINT_T1); /* no fault, wherever it is */
+}
+
+void page_stream_finish(void) { _mm_sfence(); }
+
+bool page_stream_is_possible(void) { return has_avx2(); }
+
+#else
+
+/* Never called: `page_stream_is_possible` says so. */
+void page_stream_begin(PageStream *stream, size_t size) { (void)stream, (void)size; }
+void page_stream_copy(PageStream *stream, char *to, const char *from, size_t size, const char *ahead) {
+    (void)stream, (void)to, (void)from, (void)size, (void)ahead;
+}
+uint64_t page_stream_end(const PageStream *stream) { return (void)stream, 0; }
+void page_stream_write(char *to, const char *from, size_t size) { (void)to, (void)from, (void)size; }
+void page_stream_ask(const char *at, size_t size) { (void)at, (void)size; }
+void page_stream_finish(void) {}
+bool page_stream_is_possible(void) { return false; }
+
 #endif
 
 void page_hash_add(PageHash *hash, const char *at, size_t size) {
@@ -95,7 +169,7 @@ void page_hash_copy(PageHash *hash, char *to, const char *from, size_t size) {
 
 uint64_t page_hash_copy_whole(char *to, const char *from, size_t size) {
 #ifdef HAS_AVX2_CODE
-    if (size >= STREAM && (uintptr_t)to % 32 == 0 && has_avx2())
+    if (size >= PAGE_STREAM_BYTES && (uintptr_t)to % 32 == 0 && has_avx2())
         return stream_avx2(to, from, size);
 #endif
     PageHash hash;

@@ -110,6 +110,8 @@ class DeadlineSocket:
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._deadline = 0.0
         self._grain_s = 0.0
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN | select.POLLRDHUP)
         if not self._tls:
             # The kernel's time-outs on a blocking socket spare a poll() and its way through Python before each call.
             sock.setblocking(True)
@@ -183,13 +185,21 @@ class DeadlineSocket:
                     meanwhile = None
 
     @property
+    def plain_fd(self) -> int | None:
+        """Returns the file descriptor, for native code that ends its waits at `deadline`; None for TLS."""
+        return None if self._tls else self._socket.fileno()
+
+    @property
+    def deadline(self) -> float:
+        """Returns when waits end, on the clock of `time.monotonic`."""
+        return self._deadline
+
+    @property
     def is_silent(self) -> bool:
         """Returns whether the peer has neither said anything that was not received nor gone away."""
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             return False
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
-        return not poll.poll(0)
+        return not self._poll.poll(0)
 
     def close(self) -> None:
         """Let go of the socket."""

@@ -53,7 +53,7 @@ class ExtentAllocator:
         """
         self._free = free
         self._hint = Extent(0, 0)
-        """Given back last: most likely what the next value of the same size fits into."""
+        """Given back last, or left over: most likely what the next value of the same size fits into."""
 
     def allocate(self, units: int, max_runs: int | None = None) -> list[Extent] | None:
         """Hand out `units` units (at least 1) in at most `max_runs` runs, or None if that cannot be done now.
@@ -73,6 +73,7 @@ class ExtentAllocator:
         first_fit = int(np.argmax(lengths >= units))
         if lengths[first_fit] >= units:
             runs = [Extent(int(free[starts[first_fit]]), units)]
+            self._hint = Extent(runs[0].first + units, int(lengths[first_fit]) - units)
         else:
             runs: list[Extent] = []
             missing = units

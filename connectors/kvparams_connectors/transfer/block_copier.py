@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Final, Protocol
 
 import torch
@@ -30,8 +31,9 @@ from kvparams_connectors.transfer.layout_copy import (
 __all__ = ["BlockCopier", "HostBlockCopier", "PageCopy", "StagedBlockCopier", "make_block_copier"]
 
 _ALIGNMENT: Final = 256
-_HOST_BATCH: Final = 1 << 20
-"""So many bytes go back to blocks on the CPU at a time: while they do, the end of the wait for a load is put off."""
+_HOST_BATCH: Final = 8 << 20
+"""So many bytes go back to blocks on the CPU at a time, in less than a millisecond: while they do, the end of the wait
+for a load is put off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,8 @@ class BlockCopier(Protocol):
     """How many copies are worth giving to `scatter` at a time."""
     allocate: Callable[[int], memoryview] | None
     """Where the host memory for it comes from; None: anywhere."""
+    host: "HostBlockCopier | None"
+    """This copier, if blocks lie in the host's memory, so that it copies between them and any other memory."""
 
     def gather(
         self, block_ids: Sequence[int], copies: Sequence[PageCopy], there: Callable[[int, int], None]
@@ -97,6 +101,7 @@ class HostBlockCopier:
             payload_bytes: the size of the largest part of a page, in bytes.
         """
         self.batch_size: int = max(1, _HOST_BATCH // payload_bytes)
+        self.host: HostBlockCopier | None = self
         self.allocate: Callable[[int], memoryview] | None = None
         self._layout = layout
 
@@ -125,10 +130,43 @@ class HostBlockCopier:
         for (unit, _), alike in _grouped(copies):
             host_scatter(self._layout.spans(unit), [pages[index] for index in alike])
 
-    def _pages(self, block_ids: Sequence[int], copies: Sequence[PageCopy]) -> list[HostPage]:
-        host_page = self._layout.host_page
+    def scatter_verified(
+        self, block_ids: Sequence[int], copies: Sequence[PageCopy], checksums: Sequence[int | None]
+    ) -> int:
+        """Copies pages into blocks up to the first one whose payload is not what it should be.
+
+        Each payload is verified before any of it is written, while it is in the processor's caches.
+
+        Args:
+            block_ids: as for `scatter`.
+            copies: of pages of one unit, one after the other.
+            checksums: XXH3-64 of the payload of each; None: it is not verified.
+
+        Returns:
+            How many were copied.
+
+        Raises:
+            IndexError: as `scatter`.
+        """
+        pages = self._pages(block_ids, copies, checksums)
+        written = 0
+        for (unit, _), alike in groupby(
+            range(len(copies)), lambda index: (copies[index].unit, len(copies[index].page))
+        ):
+            wanted = [pages[index] for index in alike]
+            written += (done := host_scatter(self._layout.spans(unit), wanted))
+            if done < len(wanted):
+                break
+        return written
+
+    def _pages(
+        self, block_ids: Sequence[int], copies: Sequence[PageCopy], checksums: Sequence[int | None] | None = None
+    ) -> list[HostPage]:
+        make = self._layout.host_page
+        wanted = [None] * len(copies) if checksums is None else checksums
         return [
-            host_page(block_ids, copy.start_token, copy.tokens, copy.payload, copy.page, copy.unit) for copy in copies
+            make(block_ids, copy.start_token, copy.tokens, copy.payload, copy.page, copy.unit, checksum)
+            for copy, checksum in zip(copies, wanted, strict=True)
         ]
 
 
@@ -154,6 +192,7 @@ class StagedBlockCopier:
         """
         stride = -(-payload_bytes // _ALIGNMENT) * _ALIGNMENT
         self.batch_size: int = max(1, bounce_bytes // stride)
+        self.host: HostBlockCopier | None = None
         self.allocate: Callable[[int], memoryview] | None = device.host_memory
         self._device = device
         self._layout = layout

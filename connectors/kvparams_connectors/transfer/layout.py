@@ -23,6 +23,7 @@ from kvparams_connectors.transfer.layout_copy import (
     BlockRanges,
     HostPage,
     LayerSlice,
+    UnitSlices,
     host_gather,
     host_scatter,
     layer_columns,
@@ -90,7 +91,7 @@ class PagedKVLayout:
             raise LayoutError(f"{len(keys)} layers of {self.heads} heads do not fill {self.shard}")
         self._itemsize: Final = first.element_size()
         self._columns = [layer_columns(tensors, self._whole_bytes) for tensors in (keys, values) if tensors]
-        self._spans: dict[KVShard, list[LayerSlice]] = {}
+        self._spans: dict[KVShard, UnitSlices] = {}
 
     @classmethod
     def from_stacked(cls, tensor: torch.Tensor, *, rectangle: KVShard | None = None) -> "PagedKVLayout":
@@ -231,10 +232,14 @@ class PagedKVLayout:
         payload: memoryview,
         page: range,
         unit: KVShard | None = None,
+        checksum: int | None = None,
     ) -> HostPage:
-        """Returns what `host_gather` and `host_scatter` copy; for the arguments and errors see `scatter`."""
+        """Returns what `host_gather` and `host_scatter` copy; for the arguments and errors see `scatter`.
+
+        `checksum`: XXH3-64 of the payload; another payload is not scattered. None: whatever there is.
+        """
         self._check_payload(payload.nbytes, len(page), unit)
-        return payload, self.pieces(block_ids, start_token, tokens), start_token - page.start, len(page)
+        return payload, self.pieces(block_ids, start_token, tokens), start_token - page.start, len(page), checksum
 
     def pieces(self, block_ids: Sequence[int], start_token: int, tokens: int) -> BlockRanges:
         """Returns the places of `tokens` tokens from position `start_token` on, in order.
@@ -259,12 +264,12 @@ class PagedKVLayout:
             at += count
         return pieces
 
-    def spans(self, unit: KVShard | None = None) -> list[LayerSlice]:
+    def spans(self, unit: KVShard | None = None) -> UnitSlices:
         """Returns what of the tensors a unit's payload holds."""
         part = unit or self.shard
         found = self._spans.get(part)
         if found is None:  # two threads may make it, and it is the same
-            found = self._spans[part] = list(self._make_spans(part))
+            found = self._spans[part] = UnitSlices(self._make_spans(part))
         return found
 
     def _make_spans(self, unit: KVShard) -> list[LayerSlice]:

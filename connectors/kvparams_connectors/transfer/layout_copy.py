@@ -5,7 +5,7 @@ not follow each other (it copies any strides at once, lets go of the interpreter
 tensors on a device. Nothing is interpreted here; bits are moved.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -22,6 +22,7 @@ __all__ = [
     "BlockRanges",
     "HostPage",
     "LayerSlice",
+    "UnitSlices",
     "device_gather",
     "device_scatter",
     "host_gather",
@@ -32,10 +33,16 @@ __all__ = [
 BlockRanges = list[tuple[int, int, int]]
 """Tokens in order, as `(block, first token in it, how many)`."""
 
-HostPage = tuple[memoryview, BlockRanges, int, int]
+HostPage = tuple[memoryview, BlockRanges, int, int, int | None]
 """The payload of a page; the places of tokens in the blocks; how many tokens of the payload come before these; how many
-tokens the payload has. On a save the places are those of all tokens."""
+tokens the payload has; the checksum without which it is not scattered, None if any will do. On a save the places are
+those of all tokens."""
 
+HostPlace = tuple[object, int, int]
+"""K or V of some layers, and the offset and the distance of these layers in a payload, in bytes."""
+
+_KEPT_PLACES: Final = 16
+"""Full pages, and the last pages of some sequences."""
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Elements are moved as plain bits, so that every element type takes the same path and no value is changed by it."""
 
@@ -70,8 +77,8 @@ class LayerSlice:
         offset = self.layer * layer_step + self.unit_heads * tokens * self.skip + self.head * head_step
         return (layers, heads, tokens, dim), (layer_step, head_step, dim, 1), offset
 
-    def host_place(self, tokens: int) -> "tuple[npt.NDArray[Any], int, int]":
-        """The view, and its offset and the distance of its layers in a payload of `tokens` tokens, in bytes."""
+    def host_place(self, tokens: int) -> HostPlace:
+        """Returns the view's place in a payload of `tokens` tokens."""
         _, (layer_step, *_), offset = self.place(tokens)
         return self.host, offset * self.itemsize, layer_step * self.itemsize
 
@@ -92,6 +99,23 @@ class LayerSlice:
         shape, steps, offset = self.place(tokens)
         bits = payloads.view(_BITS[self.itemsize])
         return bits.as_strided((bits.shape[0], *shape), (bits.stride(0), *steps), bits.storage_offset() + offset)
+
+
+class UnitSlices(list[LayerSlice]):
+    """The slices that make up the payload of a unit."""
+
+    def __init__(self, slices: Iterable[LayerSlice]) -> None:
+        super().__init__(slices)
+        self._host_places: dict[int, list[HostPlace]] = {}
+
+    def host_places(self, tokens: int) -> list[HostPlace]:
+        """Returns `LayerSlice.host_place` of each slice; an engine may have a hundred of them."""
+        places = self._host_places.get(tokens)
+        if places is None:
+            if len(self._host_places) >= _KEPT_PLACES:
+                self._host_places.clear()
+            places = self._host_places[tokens] = [one.host_place(tokens) for one in self]
+        return places
 
 
 def layer_columns(tensors: Sequence[torch.Tensor], widest: int) -> list[tuple[int, torch.Tensor]]:
@@ -122,13 +146,13 @@ def _widened(view: torch.Tensor, size: int, widest: int) -> torch.Tensor:
     return view.as_strided(view.shape, (*steps, 1)).view(_BITS[widest])
 
 
-def host_gather(spans: Sequence[LayerSlice], pages: list[HostPage]) -> list[int]:
+def host_gather(spans: UnitSlices, pages: list[HostPage]) -> list[int]:
     """Copies blocks to the payloads of pages that have equally many tokens; returns XXH3-64 of each payload."""
     if NATIVE is not None and pages:
-        checksums = NATIVE.gather_pages([span.host_place(pages[0][3]) for span in spans], pages)
+        checksums = NATIVE.gather_pages(spans.host_places(pages[0][3]), pages)
         if checksums is not None:
             return checksums
-    for payload, pieces, _, tokens in pages:
+    for payload, pieces, _, tokens, _ in pages:
         for span in spans:
             source, target = span.host, span.in_bytes(payload, tokens)
             at = 0
@@ -138,17 +162,26 @@ def host_gather(spans: Sequence[LayerSlice], pages: list[HostPage]) -> list[int]
     return [xxh3_64_intdigest(payload) for payload, *_ in pages]
 
 
-def host_scatter(spans: Sequence[LayerSlice], pages: list[HostPage]) -> None:
-    """Copies the payloads of pages that have equally many tokens to the blocks."""
-    if NATIVE is not None and pages and NATIVE.scatter_pages([span.host_place(pages[0][3]) for span in spans], pages):
-        return
-    for payload, pieces, skip, tokens in pages:
+def host_scatter(spans: UnitSlices, pages: list[HostPage]) -> int:
+    """Copies the payloads of pages that have equally many tokens to the blocks.
+
+    Returns:
+        How many were copied: all of them, or those before the first one that has another checksum than it should.
+    """
+    if NATIVE is not None and pages:
+        written = NATIVE.scatter_pages(spans.host_places(pages[0][3]), pages)
+        if written is not None:
+            return written
+    for number, (payload, pieces, skip, tokens, checksum) in enumerate(pages):
+        if checksum is not None and xxh3_64_intdigest(payload) != checksum:
+            return number
         for span in spans:
             target, source = span.host, span.in_bytes(payload, tokens)
             at = skip
             for block, first, count in pieces:
                 target[:, :, block, first : first + count] = source[:, :, at : at + count]
                 at += count
+    return len(pages)
 
 
 @torch.inference_mode()  # an engine may have allocated its cache in it, and then it is written only in it

@@ -8,17 +8,17 @@ that was written before is a good prefix.
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
-from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.arena import Slot
 from kvparams_connectors.jobs import Job, WorkerPool
 from kvparams_connectors.store import GetOp, Result, ResultCode, Results
-from kvparams_connectors.transfer.block_copier import PageCopy
 from kvparams_connectors.transfer.devices import DeviceEvent
+from kvparams_connectors.transfer.in_place_load import load_in_place
 from kvparams_connectors.transfer.incremental_verifier import IncrementalVerifier
 from kvparams_connectors.transfer.page_portions import transfer_portions
+from kvparams_connectors.transfer.page_writer import LoadablePage, PageWriter
 from kvparams_connectors.transfer.reports import LoadReport, RefusedPage
 from kvparams_connectors.transfer.sequence_plan import SequencePlan
 from kvparams_connectors.transfer.transfer_context import TransferContext
@@ -32,19 +32,10 @@ _Verifiers = dict[int, IncrementalVerifier]
 
 
 @dataclass(frozen=True, slots=True)
-class _VerifiedPage:
-    """A page that is what was asked for."""
-
-    parts: list[int]
-    slots: list[Slot]
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class _PortionVerdict:
     """Describes what became of the pages of a portion."""
 
-    good: list[_VerifiedPage]
+    good: list[LoadablePage]
     """In order, without a gap."""
     end: ResultCode | RefusedPage | None = None
     """Why there are no more; None if all are good."""
@@ -76,21 +67,24 @@ class LoadOperation:
         """
         self._gear, self._checks = gear, checks
         self._plan = plan
-        self._block_ids = block_ids
-        self._end_token = end_token
-        self._fence = fence
         self._wanted = pages_in_range(plan, start_token, end_token)
-        self._unasked = len(self._wanted)
-        """Pages that the store has not been asked for."""
+        self._writer = PageWriter(gear, plan, block_ids, start_token, end_token, fence)
+        self._unasked = 0
+        """Pages that the store has to be asked for, and has not been."""
         self._portions = 0
-        self._report = LoadReport(start_token, start_token)
         self._pipeline = gear.pages_of(plan)
 
     def run(self, job: Job[LoadReport]) -> LoadReport:
         """Do it; runs in a worker thread."""
         each = len(self._plan.units)
+        writer, memory, wanted = self._writer, self._gear.memory, self._wanted
+        if memory is not None:
+            wanted = load_in_place(memory, self._pipeline, self._plan, wanted, writer, job)
+            for refused in writer.report.refused:
+                self._pipeline.discard(refused.key, refused.reason)
+        self._unasked = len(wanted)
         portions = transfer_portions(
-            self._wanted,
+            wanted,
             self._gear.arena,
             lambda pages, slots: self._request(job, pages, slots),
             portion_items=self._gear.settings.load_portion(each * self._gear.arena.slot_bytes),
@@ -101,14 +95,18 @@ class LoadOperation:
         with closing(portions):
             for portion in portions:
                 self._use(job, portion.job.result())
-                if self._report.failure is not None or self._report.refused:
+                if writer.is_over:
                     break
             else:
                 if self._unasked:
-                    return replace(self._report, failure=ResultCode.TIMEOUT)
-        if self._portions > 1:  # the store saw the head used before the tail; say it the other way round, once for all
+                    writer.end(ResultCode.TIMEOUT)
+                    return writer.report
+        # The store saw the head used before the tail; say it the other way round, once for all.
+        if memory is not None:
+            memory.use_values(self._plan.keys)
+        elif self._portions > 1:
             self._gear.store.exists(self._plan.keys, self._gear.settings.deadline_s)
-        return self._report
+        return writer.report
 
     def _request(self, job: Job[LoadReport], pages: Sequence[int], slots: Sequence[Slot]) -> Job[_PortionVerdict]:
         """Ask the store for pages, and have what comes verified."""
@@ -154,7 +152,7 @@ class LoadOperation:
                 verdict.finish(found)
 
         def judge() -> _PortionVerdict:
-            return self._judge(parts, slots, arrivals, get.result(0))
+            return self._judge(parts, [slot.view for slot in slots], arrivals, get.result(0))
 
         if all(
             part in arrivals and arrivals[part].verified is not None for part in parts
@@ -170,72 +168,43 @@ class LoadOperation:
         check.add_settled_callback(lambda: conclude(lambda: check.result(0)))
 
     def _judge(
-        self, parts: Sequence[int], slots: Sequence[Slot], arrivals: _Verifiers, results: Results
+        self, parts: Sequence[int], views: Sequence[memoryview], arrivals: _Verifiers, results: Results
     ) -> _PortionVerdict:
         """Verify the pages of a portion, up to the first that is not good."""
         each = len(self._plan.units)
-        good: list[_VerifiedPage] = []
+        good: list[LoadablePage] = []
         for first in range(0, len(parts), each):
             of_page = slice(first, first + each)
-            end = self._check(parts[of_page], slots[of_page], arrivals, results[of_page])
+            end = self._check(parts[of_page], views[of_page], arrivals, results[of_page])
             if end is not None:
                 return _PortionVerdict(good, end)
-            good.append(
-                _VerifiedPage(list(parts[of_page]), list(slots[of_page]), sum(one.nbytes for one in results[of_page]))
-            )
+            good.append(LoadablePage(parts[first] // each, views[of_page]))
         return _PortionVerdict(good)
 
     def _use(self, job: Job[LoadReport], verdict: _PortionVerdict) -> None:
         """Write the good pages of a portion to the blocks, and say why there are no more."""
-        step = max(1, self._gear.copier.batch_size // len(self._plan.units))
-        for first in range(0, len(verdict.good), step):
-            self._write(job, verdict.good[first : first + step])
-            if self._report.failure is not None:
-                return
+        self._writer.write(job, verdict.good)
+        if verdict.end is None or self._writer.is_over:
+            return
+        self._writer.end(verdict.end)
         if isinstance(verdict.end, RefusedPage):
             self._pipeline.discard(verdict.end.key, verdict.end.reason)
-            self._report = replace(self._report, refused=(verdict.end,))
-        elif verdict.end is not None:
-            self._report = replace(self._report, failure=verdict.end)
 
     def _check(
-        self, parts: Sequence[int], slots: Sequence[Slot], arrivals: _Verifiers, results: Results
+        self, parts: Sequence[int], views: Sequence[memoryview], arrivals: _Verifiers, results: Results
     ) -> ResultCode | RefusedPage | None:
         """Returns why a page is not used; None: all of its parts are good."""
-        for part, slot, result in zip(parts, slots, results, strict=True):
+        for part, view, result in zip(parts, views, results, strict=True):
             seen = arrivals[part].verified if part in arrivals else None
             if seen is not None and result == Result(ResultCode.OK, seen[0]):
                 refusal = seen[1]
             else:
-                refusal = self._pipeline.why_unusable(result, self._plan.identity(part), (slot.view,))
+                refusal = self._pipeline.why_unusable(result, self._plan.identity(part), (view,))
             if isinstance(refusal, ResultCode):
                 return refusal
             if refusal is not None:
                 return RefusedPage(part // len(self._plan.units), self._plan.keys[part], refusal.reason)
         return None
-
-    def _write(self, job: Job[LoadReport], good: Sequence[_VerifiedPage]) -> None:
-        """Write good pages' tokens, as far as they are wanted, to the blocks."""
-        with job.guarded_section() as in_time:
-            if not in_time:
-                self._report = replace(self._report, failure=ResultCode.TIMEOUT)
-                return
-            report = self._report
-            at = report.end_token
-            copies: list[PageCopy] = []
-            for page in good:
-                where = self._plan.pages[page.parts[0] // len(self._plan.units)]
-                end = min(where.end, self._end_token)
-                for part, slot in zip(page.parts, page.slots, strict=True):
-                    unit = self._plan.units[part % len(self._plan.units)]
-                    payload = slot.view[HEADER_BYTES : self._plan.identity(part).stored_bytes]
-                    whole = range(where.start, where.end)
-                    copies.append(PageCopy(unit, at, end - at, whole, payload))
-                at = end
-            self._gear.copier.scatter(self._block_ids, copies, self._fence)
-            nbytes = report.nbytes + sum(page.nbytes for page in good)
-            self._report = replace(report, end_token=at, pages=report.pages + len(good), nbytes=nbytes)
-            job.set_partial_result(replace(self._report, failure=ResultCode.TIMEOUT))
 
 
 def pages_in_range(plan: SequencePlan, start_token: int, end_token: int) -> list[int]:

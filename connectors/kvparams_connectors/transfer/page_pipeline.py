@@ -17,8 +17,10 @@ from kvparams.pages import (
     PageIdentity,
     PageRefusal,
     PageRefusalReason,
+    expected_checksum,
     seal,
     seal_detached,
+    unsealed_header,
     verify,
     verify_detached,
 )
@@ -76,8 +78,9 @@ class PagePipeline:
         """
         if self.keys is not None:
             return self.sealed_put(key, identity, (page,))
+        header = unsealed_header(identity)
         sealer = IncrementalSealer(page, lambda checksum: seal(page, identity, payload_checksum=checksum))
-        return PutOp(key, (page,), sealer.finish, sealer.advance, sealer.finish_copied)
+        return PutOp(key, (page,), sealer.finish, sealer.advance, sealer.finish_copied, header)
 
     def get_verified_on_arrival(
         self, key: str, identity: PageIdentity, buffer: memoryview
@@ -103,6 +106,15 @@ class PagePipeline:
         return GetOp(
             key, (buffer,), verifier.on_complete, verifier.on_progress, verifier.on_checksum, caller_verifies=True
         ), verifier
+
+    def expected_checksum(self, identity: PageIdentity, page: memoryview) -> int | None:
+        """Returns the checksum that the payload of a page must have to be used, by the header that stands in front.
+
+        None where `why_unusable` has to look at the page: it has a tag, another size, or another header.
+        """
+        if self.keys is not None or not self.verifies or page.nbytes != identity.stored_bytes:
+            return None
+        return expected_checksum(page[:HEADER_BYTES], identity)
 
     def why_unusable(
         self, result: Result, identity: PageIdentity, buffers: Sequence[memoryview]

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvparams.pages import HEADER_BYTES
+from kvparams.pages import HEADER_BYTES, PageIdentity
 from kvparams_connectors.arena import Slot
 from kvparams_connectors.jobs import Job, WorkerPool
 from kvparams_connectors.store import PutOp, Result, ResultCode, Results
 from kvparams_connectors.transfer.block_copier import PageCopy
 from kvparams_connectors.transfer.devices import DeviceEvent
+from kvparams_connectors.transfer.in_place_save import InPlaceSave
 from kvparams_connectors.transfer.page_pipeline import STORED_CODES
 from kvparams_connectors.transfer.page_portions import release_slots
 from kvparams_connectors.transfer.reports import SaveReport
@@ -61,7 +62,7 @@ class SaveOperation:
         pages: Sequence[int],
         ended: Callable[[SaveReport], None],
     ) -> None:
-        """Asks the store which of the pages it has; `start` copies the others.
+        """Begins with nothing saved; `start` copies the pages.
 
         Args:
             gear: the connector's store, arena and settings.
@@ -73,12 +74,12 @@ class SaveOperation:
         deadline_s = gear.settings.deadline_s
         self._gear, self._lane, self._plan, self._pages, self._ended = gear, lane, plan, pages, ended
         self.job = Job(time.monotonic() + deadline_s, SaveReport(failed={ResultCode.TIMEOUT: len(pages)}))
-        parts = self._parts(pages)
-        self._found = gear.store.exists([plan.keys[part] for part in parts], deadline_s)
+        self._found: Job[Results] | None = None
+        """Which parts the store has, of those that are put."""
         self._known: Results | None = None
         """What `start` has seen of that."""
-        self._offset = {part: number for number, part in enumerate(parts)}
-        self._identity = {part: plan.identity(part) for part in parts}
+        self._offset: dict[int, int] = {}
+        self._identity: dict[int, PageIdentity] = {}
         self._pipeline = gear.pages_of(plan)
         self._lock = threading.Lock()
         self._report = SaveReport()
@@ -102,7 +103,9 @@ class SaveOperation:
         portion = _SavePortion()
         copies: list[PageCopy] = []
         try:
-            for page in self._pages:
+            pages = self._save_in_place(block_ids)
+            self._ask(pages)
+            for page in pages:
                 parts = self._parts([page])
                 if self._stored_already(parts):
                     self._decide(1, SaveReport(existing=1))
@@ -131,9 +134,29 @@ class SaveOperation:
         finally:
             self._close()
 
+    def _save_in_place(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """Saves pages into a store in this process's memory; returns the pages that have to be put."""
+        memory, copier = self._gear.memory, self._gear.copier.host
+        if memory is None or copier is None or self._pipeline.keys is not None or self._lane.is_closed:
+            return self._pages
+        save = InPlaceSave(memory, copier, self._plan)
+        try:
+            return save.save(block_ids, self._pages, [self._parts([page]) for page in self._pages])
+        finally:
+            self._decide(save.report.saved + save.report.existing, save.report)
+            memory.use_values([self._plan.keys[part] for part in self._parts(self._pages)])
+
+    def _ask(self, pages: Sequence[int]) -> None:
+        """Asks the store which of the pages it has."""
+        if pages:
+            parts = self._parts(pages)
+            self._found = self._gear.store.exists([self._plan.keys[part] for part in parts], self.job.remaining_s())
+            self._offset = {part: number for number, part in enumerate(parts)}
+            self._identity = {part: self._plan.identity(part) for part in parts}
+
     def _stored_already(self, parts: Sequence[int]) -> bool:
         """Returns whether it is known by now that all these parts are stored; never waits."""
-        if self._known is None and self._found.done():
+        if self._known is None and self._found is not None and self._found.done():
             self._known = self._found.result(0)
         return self._known is not None and all(self._is_stored(part, self._known) for part in parts)
 
@@ -177,7 +200,7 @@ class SaveOperation:
         """Seal and put the parts that are not stored yet; in the lane."""
         if portion.copied is not None:
             portion.copied.wait()
-        found = self._found.result()
+        found = [] if self._found is None else self._found.result()
         for part in [part for part in portion.held if self._is_stored(part, found)]:
             portion.results[part] = Result(ResultCode.EXISTS)
             portion.held.pop(part).release()

@@ -13,6 +13,7 @@ from kvparams_connectors.transfer.connector_settings import ConnectorSettings
 from kvparams_connectors.transfer.layout import PagedKVLayout
 from kvparams_connectors.transfer.page_pipeline import PagePipeline
 from kvparams_connectors.transfer.sequence_plan import SequencePlan
+from kvparams_connectors.value_memory import ValueMemory
 
 __all__ = ["TransferContext"]
 
@@ -27,6 +28,11 @@ class TransferContext:
     copier: BlockCopier
     settings: ConnectorSettings
     page_auth: PageAuthKeys | None
+
+    @property
+    def memory(self) -> ValueMemory | None:
+        """Returns the store's values, if pages can be copied straight between them and the engine's blocks."""
+        return self.store.memory if self.copier.host is not None else None
 
     def pages_of(self, plan: SequencePlan) -> PagePipeline:
         """Returns what seals and verifies the pages of a sequence, with the keys of its tenant."""

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -29,14 +28,15 @@ from kvparams_connectors.stores.extents import (
     SKEW,
     ByteArray,
     copy_pairs,
-    extent_views,
     units_for,
 )
+from kvparams_connectors.stores.memory.in_place import ValuesInPlace
 from kvparams_connectors.stores.memory.settings import MemorySettings
 from kvparams_connectors.stores.memory.value_table import StoredValue, ValueTable
 from kvparams_connectors.stores.value_copy import group_by_size, read_values, report_arrival, write_values
+from kvparams_connectors.value_memory import PinnedValue, ValueMemory
 
-__all__ = ["MemoryStore", "PinnedValue", "open_url"]
+__all__ = ["MemoryStore", "open_url"]
 
 _DEFAULT_SIZE: Final = 1 << 30
 _DEFAULT_UNIT: Final = 64 << 10
@@ -44,20 +44,6 @@ _URL_THREADS: Final = 2
 """One copies while the other looks at what has come."""
 _MEMORY_PAGE: Final = 4096
 _MISS: Final = Result(ResultCode.MISS)
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedValue:
-    """A value that stays where it is, whatever is put or deleted, until it is let go."""
-
-    nbytes: int
-    views: tuple[memoryview, ...]
-    """Its bytes, in order. Not to be written."""
-    addresses: tuple[tuple[int, int], ...]
-    """Where they are: addresses and lengths."""
-    generation: int
-    """Another value that was put later, under the same key or not, has another one."""
-    value: StoredValue = field(repr=False)
 
 
 class MemoryStore(BlockingStore):
@@ -92,11 +78,10 @@ class MemoryStore(BlockingStore):
         memory.fill(0)  # touch every page now, not during a transfer
         start = (SKEW - memory.ctypes.data) % _MEMORY_PAGE
         self._memory = memory[start : start + units * unit_bytes]
-        self._address = int(self._memory.ctypes.data)
         self._values = ValueTable(units, lease_s)
         self._lease_s = lease_s
-        self._generation = 0
         self._changed = threading.Condition(threading.Lock())
+        self._in_place = ValuesInPlace(self._values, self._changed, self._memory, unit_bytes)
         self._capabilities = Capabilities(persistent=False, shared=False, max_value_bytes=units * unit_bytes)
         super().__init__(name, threads=threads)
 
@@ -104,6 +89,11 @@ class MemoryStore(BlockingStore):
     def capabilities(self) -> Capabilities:
         """Returns what this store can do."""
         return self._capabilities
+
+    @property
+    def memory(self) -> ValueMemory:
+        """Returns access in place to the values."""
+        return self._in_place
 
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         """Stores values; see `BlockingStore`."""
@@ -136,14 +126,11 @@ class MemoryStore(BlockingStore):
                     results[index] = Result(ResultCode.TOO_LARGE)
                     continue
                 units = units_for(nbytes, self._unit_bytes)
-                runs = self._values.make_room(units, victims, len(left))
-                if runs is None:
+                value = self._values.add_unready(op.key, nbytes, units, batch=len(left), victims=victims)
+                if value is None:
                     results[index] = Result(ResultCode.FULL)
-                    continue
-                self._generation += 1
-                ours[index] = StoredValue(runs, nbytes, units, self._generation)
-                self._values.pin(ours[index])
-                self._values.add(op.key, ours[index])
+                else:
+                    ours[index] = value
         self._fill(ops, ours, results, deadline)
         again: list[int] = []
         with self._changed:
@@ -268,27 +255,12 @@ class MemoryStore(BlockingStore):
             return [value.nbytes if value is not None and value.ready else None for value in values]
 
     def pin_values(self, keys: Sequence[str]) -> list[PinnedValue | None]:
-        """The values of those that are there, whole; each is to be let go once."""
-        held: list[PinnedValue | None] = []
-        with self._changed:
-            self._values.touch(keys)
-            for key in keys:
-                value = self._values.get(key)
-                if value is None or not value.ready:
-                    held.append(None)
-                    continue
-                self._values.pin(value)
-                views = extent_views(self._memory, self._unit_bytes, value.runs, value.nbytes)
-                places = zip(value.runs, views, strict=False)  # a value of no bytes has a unit, and no view
-                addresses = tuple((self._address + run.first * self._unit_bytes, view.size) for run, view in places)
-                held.append(PinnedValue(value.nbytes, tuple(v.data for v in views), addresses, value.generation, value))
-        return held
+        """Pins the values that are there, whole; each is to be unpinned once."""
+        return self._in_place.pin_values(keys)
 
     def unpin_values(self, held: Iterable[PinnedValue]) -> None:
-        """These may be overwritten once they are evicted or deleted."""
-        with self._changed:
-            for one in held:
-                self._values.unpin(one.value)
+        """Says that these may be overwritten once they are evicted or deleted."""
+        self._in_place.unpin_values(held)
 
     @property
     def pinned_count(self) -> int:
@@ -303,6 +275,7 @@ class MemoryStore(BlockingStore):
     def release(self) -> None:
         """Lets go of everything; no worker runs any more."""
         self._values.clear()
+        self._in_place.close()
         self._memory = np.empty(0, dtype=np.uint8)
 
 

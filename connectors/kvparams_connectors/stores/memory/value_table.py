@@ -50,11 +50,33 @@ class ValueTable(ScanResistantTable[StoredValue]):
         """
         super().__init__(units)
         self._extents = ExtentAllocator(np.ones(units, dtype=np.bool_))
-        self._lease_s = lease_s
+        self.lease_s: Final = lease_s
+        self._generation = 0
         self._full_until = 0.0
         """Before this time nothing can be evicted, unless a pin goes."""
         self.pinned = 0
         """Values that are being copied or held at the moment, deleted ones among them."""
+
+    def add_unready(
+        self, key: str, nbytes: int, units: int, *, batch: int, victims: deque[tuple[str, StoredValue]] | None = None
+    ) -> StoredValue | None:
+        """Adds a pinned value whose writer has yet to copy it; None if there is no room.
+
+        Args:
+            key: not in the table.
+            nbytes: the size of the value.
+            units: the room that it takes.
+            batch: as for `make_room`.
+            victims: as for `make_room`.
+        """
+        runs = self.make_room(units, deque() if victims is None else victims, batch)
+        if runs is None:
+            return None
+        self._generation += 1
+        value = StoredValue(runs, nbytes, units, self._generation)
+        self.pin(value)
+        self.add(key, value)
+        return value
 
     def make_room(self, units: int, victims: deque[tuple[str, StoredValue]], batch: int) -> list[Extent] | None:
         """Units for a new value, evicting as little as needed; None if everything else is leased or being copied.
@@ -96,8 +118,8 @@ class ValueTable(ScanResistantTable[StoredValue]):
     def use(self, keys: Sequence[str]) -> None:
         """This process has used these, and may tell others of them."""
         self.touch(keys)
-        if self._lease_s:
-            until = time.monotonic() + self._lease_s
+        if self.lease_s:
+            until = time.monotonic() + self.lease_s
             for key in keys:
                 value = self.get(key)
                 if value is not None:

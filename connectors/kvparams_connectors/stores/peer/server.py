@@ -18,7 +18,7 @@ from typing import Final
 
 from kvparams_connectors.log_rate_limiter import LogRateLimiter
 from kvparams_connectors.store import Result, ResultCode, Results
-from kvparams_connectors.stores.memory.store import MemoryStore, PinnedValue
+from kvparams_connectors.stores.memory.store import MemoryStore
 from kvparams_connectors.stores.peer.channel import PeerChannel
 from kvparams_connectors.stores.peer.handshake import RUN_BYTES, accept_handshake
 from kvparams_connectors.stores.peer.wire import (
@@ -35,6 +35,7 @@ from kvparams_connectors.stores.peer.wire import (
     parse_keys,
     parse_request,
 )
+from kvparams_connectors.value_memory import PinnedValue
 
 __all__ = ["PeerServer"]
 

@@ -13,6 +13,7 @@ from typing import Final
 from kvparams_connectors.store import Result, ResultCode, Results
 from kvparams_connectors.stores.valkey.connection import ValkeyConnection
 from kvparams_connectors.stores.valkey.connection_pool import ValkeyConnectionPool, ValkeyRefusedError
+from kvparams_connectors.stores.valkey.native_exchange import get_natively, put_natively
 from kvparams_connectors.stores.valkey.requests import BulkSizeRequest, SizeRequest, ValkeyRequest, result_of_error
 from kvparams_connectors.stores.valkey.resp import RESPProtocolError
 from kvparams_connectors.stores.valkey.topology import ClusterRedirect, ClusterTopology, ValkeyNode, parse_redirect
@@ -27,6 +28,7 @@ _PAIR_BYTES: Final = 5 << 19
 for us between them), or one. More leaves the caches of both sides: the server copies an answer into a buffer first,
 which counts against its `maxmemory` as well, and what is sent waits in the sockets. On a loopback a byte that is got
 costs the server a half more with ten values of 256 KiB under way than with two, or with eight of 1 MiB."""
+_WINDOW: Final = (_FEW_BYTES, _PAIR_BYTES)
 _TOGETHER_BYTES: Final = 64 << 10
 """Sent at once at least, where there is so much. What is more goes at once, and what follows is made meanwhile."""
 _QUESTIONS: Final = 4096
@@ -57,15 +59,18 @@ def run_batch(
     """
     batch = BatchOutcome([Result(ResultCode.TIMEOUT)] * len(requests))
     groups: dict[tuple[ValkeyNode, bool], list[int]] = {}
-    for index, request in enumerate(requests):
-        groups.setdefault((topology.node(request.key), False), []).append(index)
+    if topology.cluster:
+        for index, request in enumerate(requests):
+            groups.setdefault((topology.node(request.key), False), []).append(index)
+    elif requests:
+        groups[topology.node(b""), False] = list(range(len(requests)))
     for _ in range(1 + _REDIRECTS):
         exchanges = [
             _ServerPipeline(pool, node, requests, indexes, batch, asking=asking, deadline=deadline)
             for (node, asking), indexes in groups.items()
         ]
         for exchange in exchanges:
-            exchange.start()
+            exchange.start(alone=len(exchanges) == 1)
         groups = {}
         for exchange in exchanges:
             for index, redirect in exchange.finish():
@@ -198,13 +203,34 @@ class _ServerPipeline:
         self._weight = 0
         self._redirects: list[tuple[int, ClusterRedirect]] = []
 
-    def start(self) -> None:
-        """Connect, and send as much as may be under way."""
+    def start(self, *, alone: bool) -> None:
+        """Connects, and sends as much as may be under way; if no other server works meanwhile, does all it can."""
         try:
             self._connection = self._pool.acquire(self._node, self._deadline)
+            if alone and not self._asking:
+                self._do_natively(self._connection)
             self._send(self._connection)
         except (OSError, ValkeyRefusedError) as error:
             self._fail(error)
+
+    def _do_natively(self, connection: ValkeyConnection) -> None:
+        """Does in native code what it is for: puts or gets up to the first reply that is out of the ordinary."""
+        requests = [self._requests[index] for index in self._indexes]
+        try:
+            found = put_natively(connection, requests, _WINDOW) or get_natively(connection, requests, _WINDOW)
+        except (ValueError, BufferError):  # a buffer was released; which one is found out one by one
+            return
+        if found is None:
+            return
+        results, sent, error = found
+        for index, result in zip(self._indexes, results, strict=False):
+            self._batch.results[index] = result
+        self._next, self._answered = sent, len(results)
+        self._waiting = list(self._indexes[:sent])
+        if sent > len(results):
+            self._weight = sum(request.weight for request in requests[len(results) : sent])
+        if error is not None:
+            raise error
 
     def finish(self) -> list[tuple[int, ClusterRedirect]]:
         """Receive all answers and send the rest; the requests that are to be asked of another server."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Final, Protocol
 
 from kvparams_connectors.store import GetOp, PutOp, Result, ResultCode
-from kvparams_connectors.stores.valkey.connection import ValkeyConnection
+from kvparams_connectors.stores.valkey.connection import NativeGet, NativePut, ValkeyConnection
 from kvparams_connectors.stores.valkey.resp import ErrorReply, OversizedValue, encode_command, flatten_buffers
 
 __all__ = [
@@ -141,14 +141,29 @@ class PutRequest(_NoCompletion):
 
     def parts(self, *, asking: bool) -> list[bytes | memoryview]:
         """Returns the bytes that ask the server for it."""
-        ttl = b"%d" % self._ttl_ms
+        self._op = self._op.resolve_before_read()  # once, also where another server is asked afterwards
+        head, tail = self._command()
+        return [_ASKING + head if asking else head, *flatten_buffers(self._op.buffers), tail]
+
+    def native_parts(self) -> NativePut:
+        """Returns what native code sends, after it has sealed a page that is not sealed.
+
+        Raises ValueError if a buffer was released.
+        """
+        header = self._op.page_header
+        if header is None:
+            self._op = self._op.resolve_before_read()
+        head, tail = self._command()
+        return [head, *flatten_buffers(self._op.buffers), tail], header
+
+    def _command(self) -> tuple[bytes, bytes]:
+        """Returns what stands in front of the value and behind it."""
         words = 6 if self._ttl_ms else 4
         head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (words, len(self.key), self.key, self.nbytes)
-        tail = b"\r\n$2\r\nNX\r\n"
-        if self._ttl_ms:
-            tail += b"$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
-        self._op = self._op.resolve_before_read()  # once, also where another server is asked afterwards
-        return [_ASKING + head if asking else head, *flatten_buffers(self._op.buffers), tail]
+        if not self._ttl_ms:
+            return head, b"\r\n$2\r\nNX\r\n"
+        ttl = b"%d" % self._ttl_ms
+        return head, b"\r\n$2\r\nNX\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl), ttl)
 
     def on_idle(self) -> bool:
         """Does a little of what sealing the value takes; see `PutOp.on_idle`."""
@@ -189,8 +204,33 @@ class GetRequest(_NoPreparation):
     def parts(self, *, asking: bool) -> list[bytes | memoryview]:
         """Returns the bytes that ask the server for it."""
         self._targets = flatten_buffers(self._op.buffers)
-        get = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(self.key), self.key)
-        return [_ASKING + get if asking else get]
+        return [_ASKING + self._command() if asking else self._command()]
+
+    def native_parts(self) -> NativeGet | None:
+        """Returns what native code sends, and the memory for the answer.
+
+        None if there are several pieces of memory. Raises ValueError if a buffer was released.
+        """
+        self._targets = flatten_buffers(self._op.buffers)
+        return (self._command(), self._targets[0]) if len(self._targets) == 1 else None
+
+    def _command(self) -> bytes:
+        return b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(self.key), self.key)
+
+    @property
+    def wants_checksum(self) -> bool:
+        """Returns whether the caller wants to be told the checksum of what has come."""
+        return self._op.on_checksum is not None
+
+    def on_answer(self, nbytes: int, checksum: int) -> Result:
+        """Takes what native code has received, and returns what came of it."""
+        if nbytes < 0:
+            return _MISS
+        if self._op.on_checksum is not None:
+            self._op.on_checksum(nbytes, checksum)
+        elif self._op.on_complete is not None:
+            self._op.on_complete(nbytes)
+        return Result(ResultCode.OK, nbytes)
 
     def read(self, connection: ValkeyConnection, *, asking: bool) -> Result | ErrorReply:
         """Reads the answer from the connection."""

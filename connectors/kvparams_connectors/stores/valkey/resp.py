@@ -101,6 +101,14 @@ class ReplyReader:
         """Returns whether everything that was received has been read."""
         return self._start == self._end
 
+    def feed(self, received: bytes) -> None:
+        """Takes bytes of the stream that another reader has received and not read, at most 64 KiB.
+
+        Nothing that this reader has received may be left.
+        """
+        self._memory[: len(received)] = received
+        self._start, self._end = 0, len(received)
+
     def reply(self) -> int | bytes | ErrorReply | None:
         """A reply of one line: an integer, a simple string, an error, or None for the null reply.
 

@@ -257,6 +257,11 @@ class Announcing(MemoryStore):
         self.asked: list[bool] = []
         self._later = later
 
+    @property
+    def memory(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns nothing: values are got, not read in place."""
+        return None
+
     def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         self.asked += [op.on_complete is not None for op in ops]
         results = super().get_blocking(ops, deadline)

@@ -4,8 +4,10 @@ import queue
 import threading
 from collections.abc import Sequence
 
+import pytest
 import torch
 
+from kvparams_connectors.conformance.faults import FaultyStore
 from kvparams_connectors.conformance.toy_engine import SPACE, WAIT_S, block_table, save_sequence, toy_engine
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import ResultCode
@@ -21,21 +23,33 @@ class OvertakenMover(HostBlockCopier):
     """While it writes the second page, the deadline of the load passes."""
 
     def __init__(self, layout: PagedKVLayout) -> None:
-        super().__init__(layout, payload_bytes=1 << 20)  # one page at a time
+        super().__init__(layout, payload_bytes=8 << 20)  # one page at a time
         self.loads: queue.Queue[Job[LoadReport]] = queue.Queue()
         self.writes = 0
 
     def scatter(self, block_ids: Sequence[int], copies: Sequence[PageCopy], fence: DeviceEvent | None) -> None:
         super().scatter(block_ids, copies, fence)
+        self._written()
+
+    def scatter_verified(
+        self, block_ids: Sequence[int], copies: Sequence[PageCopy], checksums: Sequence[int | None]
+    ) -> int:
+        written = super().scatter_verified(block_ids, copies, checksums)
+        self._written()
+        return written
+
+    def _written(self) -> None:
         self.writes += 1
         if self.writes == 2:
             load = self.loads.get(timeout=WAIT_S)
             threading.Event().wait(load.remaining_s() + 0.01)
 
 
-def test_the_pages_behind_the_one_that_was_written_at_the_deadline_are_not_written() -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_pages_behind_the_one_that_was_written_at_the_deadline_are_not_written(in_place: bool) -> None:
     """All eight pages are there, whole and verified, when the deadline passes; six of them are too late."""
-    store = MemoryStore(4 << 20, unit_bytes=4096)
+    memory = MemoryStore(4 << 20, unit_bytes=4096)
+    store = memory if in_place else FaultyStore(memory, lambda _operation, _key: None)
     plan, wanted = save_sequence(store, 64)
     with toy_engine(store) as engine:
         layout = PagedKVLayout.from_stacked(engine.tensor)
@@ -51,3 +65,4 @@ def test_the_pages_behind_the_one_that_was_written_at_the_deadline_are_not_writt
         assert int((engine.tensor != 0).sum()) == wanted[:, :, :16].numel()
         connector.close()
     store.close()
+    memory.close()

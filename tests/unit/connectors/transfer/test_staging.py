@@ -132,6 +132,11 @@ class Putting(MemoryStore):
         self.told: list[bool] = []
         self._forgetful = forgetful
 
+    @property
+    def memory(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Returns nothing: values are put, not written in place."""
+        return None
+
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         self.told += [op.before_read is not None for op in ops]
         return super().put_blocking([PutOp(op.key, op.buffers) for op in ops] if self._forgetful else ops, deadline)
