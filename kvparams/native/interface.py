@@ -37,6 +37,15 @@ class NativeCode(Protocol):
         """Returns what `kvparams.jsontext.editing.edit` does, or None where a member is to be removed."""
         ...
 
+    def pack_numbers(self, raw: bytes, name: str, /) -> tuple[int, int, bytes] | None:
+        """Packs the list of numbers that follows the first `"name"` in a JSON text.
+
+        Returns:
+            Where the list begins and ends, and its numbers as unsigned 32-bit integers of this machine. None where
+            there is no such name, or anything else behind it than a list of whole numbers from 0 to 2^32 - 1.
+        """
+        ...
+
     def request_head(self, data: bytes, at: int, /) -> tuple[int, bytes, bytes, list[tuple[bytes, bytes]], int] | None:
         """Reads the head of a request that begins at `at`.
 

@@ -7,9 +7,10 @@
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 static PyMethodDef functions[] = {
-    FUNCTION(member_spans), FUNCTION(edit_members), FUNCTION(request_head),
-    FUNCTION(response_head), FUNCTION(read_chunks), FUNCTION(copy_values),
-    FUNCTION(gather_pages), FUNCTION(scatter_pages), {NULL, NULL, 0, NULL},
+    FUNCTION(member_spans), FUNCTION(edit_members), FUNCTION(pack_numbers),
+    FUNCTION(request_head), FUNCTION(response_head), FUNCTION(read_chunks),
+    FUNCTION(copy_values),  FUNCTION(gather_pages),  FUNCTION(scatter_pages),
+    {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};

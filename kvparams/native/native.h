@@ -19,6 +19,7 @@ typedef struct {
 /* The functions of the module; each source file says what they do. */
 PyObject *member_spans(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *edit_members(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *pack_numbers(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *request_head(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *response_head(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *read_chunks(PyObject *module, PyObject *const *args, Py_ssize_t count);
@@ -31,6 +32,13 @@ static inline bool has_arguments(Py_ssize_t count, Py_ssize_t wanted) {
     if (count != wanted)
         PyErr_Format(PyExc_TypeError, "%zd arguments are needed, not %zd", wanted, count);
     return count == wanted;
+}
+
+/* Returns the position behind white space of JSON. */
+static inline const char *skip_space(const char *at, const char *end) {
+    while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t'))
+        at++;
+    return at;
 }
 
 #endif

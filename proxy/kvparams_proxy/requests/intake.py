@@ -16,6 +16,7 @@ from kvparams.jsontext.document import (
     read_object,
 )
 from kvparams.jsontext.editing import edit_with_spans
+from kvparams.jsontext.packed_lists import load_packed
 from kvparams.jsontext.receivers import AbridgedObjectReceiver
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_cache_salt
@@ -40,6 +41,8 @@ _BYTES_PER_TOKEN: Final = 4
 """About, in text; limits in tokens need no more."""
 _NEEDED: Final = frozenset((*NESTED_CARRIERS, "messages", "prompt", "token_ids", "stream_options"))
 """Members whose values are looked at, whatever else there is."""
+_TOKEN_IDS: Final[Mapping[EndpointKind, str]] = {"completions": "prompt", "generate": "token_ids"}
+"""The member that may be a long list of token ids."""
 _UNCHANGED: Final[Mapping[str, bytes | None]] = {}
 
 
@@ -88,7 +91,7 @@ def parse_request(
     Raises:
         ProxyError: 400 or 413, naming the member and what it should be.
     """
-    read_ = _parsed(body, limits)
+    read_ = _parsed(kind, body, limits)
     if read_ is None:
         return None
     steps = _checked(kind, body, read_, request_id, transfer_id, client, session, keep_document, keep_streamed)
@@ -116,7 +119,7 @@ def parse_request_in_steps(
     Raises:
         ProxyError: as for `parse_request`.
     """
-    read_ = _parsed(body, limits)
+    read_ = _parsed(kind, body, limits)
     if read_ is None:
         receiver = _receiver(kind)
         try:
@@ -132,10 +135,11 @@ def parse_request_in_steps(
     return inbound
 
 
-def _parsed(body: bytes, limits: JSONLimits) -> ParsedBody | None:
+def _parsed(kind: EndpointKind, body: bytes, limits: JSONLimits) -> ParsedBody | None:
     """Reads a body that takes no long time."""
+    ids = _TOKEN_IDS.get(kind)
     try:
-        found = load_short_object(body, limits)
+        found = (ids and load_packed(body, ids, limits)) or load_short_object(body, limits)
         return None if found is None else ParsedBody(*found)
     except JSONTextError as error:
         raise _refused(body, limits, error) from error

@@ -1,5 +1,6 @@
 """Checks the members of a request that the proxy itself acts on; each error names the member."""
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
 
@@ -177,6 +178,8 @@ def _prompt(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
         if not prompt:
             raise invalid_member_error("prompt", "`prompt` is empty")
         return 1, None
+    if isinstance(prompt, array):  # whoever has read it has packed them
+        return 1, cast("array[int]", prompt)
     if not isinstance(prompt, list) or not prompt:
         raise invalid_member_error("prompt", INVALID_PROMPT_MESSAGE)
     items = cast("list[object]", prompt)
@@ -199,6 +202,8 @@ def _prompt(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
 
 def _generate(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
     ids = document.get("token_ids")
+    if isinstance(ids, array):
+        return 1, cast("array[int]", ids)
     if not isinstance(ids, list) or not ids:
         raise invalid_member_error("token_ids", "`token_ids` must be a list of at least one token id")
     return 1, token_id_array(cast("list[object]", ids), "token_ids")
