@@ -7,9 +7,18 @@
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 static PyMethodDef functions[] = {
-    FUNCTION(member_spans), FUNCTION(edit_members), FUNCTION(pack_numbers),
-    FUNCTION(request_head), FUNCTION(response_head), FUNCTION(read_chunks),
-    FUNCTION(copy_values),  FUNCTION(gather_pages),  FUNCTION(scatter_pages),
+    FUNCTION(are_within),
+    FUNCTION(copy_values),
+    FUNCTION(edit_members),
+    FUNCTION(fill_line),
+    FUNCTION(gather_pages),
+    FUNCTION(member_spans),
+    FUNCTION(pack_numbers),
+    FUNCTION(read_chunks),
+    FUNCTION(request_head),
+    FUNCTION(response_head),
+    FUNCTION(scatter_pages),
+    FUNCTION(write_object),
     {NULL, NULL, 0, NULL},
 };
 

@@ -20,6 +20,9 @@ typedef struct {
 PyObject *member_spans(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *edit_members(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pack_numbers(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *write_object(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *fill_line(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *are_within(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *request_head(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *response_head(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *read_chunks(PyObject *module, PyObject *const *args, Py_ssize_t count);

@@ -6,11 +6,10 @@ A document is validated once for each pair of instances; the values of a request
 from collections.abc import Mapping
 from typing import Final
 
-from pydantic_core import to_json
-
 from kvparams.codec import DocumentTemplate, parse
 from kvparams.dialects.interface import HandoffMissing
 from kvparams.instances import Instance, RequestFacts
+from kvparams.jsontext.writing import write_json
 from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Mode, Phase
 from kvparams.routing.plan import StreamProgress
 from kvparams.signing.canonical_json import NotCanonical
@@ -54,7 +53,7 @@ class LegDocuments:
             HandoffMissing: they cannot be signed.
         """
         if self._signer is None:
-            return EncodedNativeKeys(to_json(keys))
+            return EncodedNativeKeys(write_json(keys))
         try:
             return self._signer.encode_native(keys)
         except NotCanonical as error:

@@ -32,6 +32,8 @@ from kvparams_proxy.telemetry.tracing import TraceContext
 
 __all__ = ["Execution"]
 
+_PREFILL: Final = Role.PREFILL
+"""By a name of its own: in CPython 3.11 an attribute of an enumeration takes as long as a call."""
 _SHUTTING_DOWN: Final = "the proxy is shutting down"
 _RETRY_S: Final = 1
 
@@ -108,7 +110,7 @@ class Execution:
         self._route = route
         life = self._life = RequestLifecycle(perf_counter)
         resources.metrics.request_began(life)
-        account = self._account = RequestRecord(facts, endpoint.path.encode(), inbound.stream, life, route, trace)
+        account = self._account = RequestRecord(facts, endpoint.path, inbound.stream, life, route, trace)
         context = self._context = PlanContext(
             resources, endpoint, inbound, life, account, upstream_headers, authorization
         )
@@ -310,7 +312,7 @@ class Execution:
         self._context.abandon_kv(gone=self._legs.client_is_gone)
         life.finish(outcome)
         if self._corrections.usage is not None:
-            split = any(instance.role is Role.PREFILL for instance in self._route)
+            split = _PREFILL in [instance.role for instance in self._route]
             self._account.record_decode(self._corrections.usage, split=split)
         self._account.ended_s = time()
         resources.record_dispatcher.ended(self._account)

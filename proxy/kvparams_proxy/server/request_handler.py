@@ -247,9 +247,8 @@ class RequestHandler:
         resources = self._resources
         tenant = "" if admission.client is None else admission.client.tenant
         trace = None if resources.tracer is None else resources.tracer.begin(admission.forwarded)[0]
-        path = self._endpoint.path.encode()
         resources.record_dispatcher.refused(
-            RefusedRequest(admission.request_id, path, error, tenant, error.model, trace)
+            RefusedRequest(admission.request_id, self._endpoint.path, error, tenant, error.model, trace)
         )
 
 
