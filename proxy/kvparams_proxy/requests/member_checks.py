@@ -63,17 +63,10 @@ class RareMembers(NamedTuple):
 _ORDINARY: Final = RareMembers()
 
 
-class CheckedMembers(NamedTuple):
-    """The members of a body that the proxy acts on, checked."""
-
-    model: str | None
-    prompts: int
-    token_ids: Sequence[int] | None
-    """The prompt, where it is one of token ids and the engine computes exactly these."""
-    routing_ids: Sequence[int] | None
-    """The ids that the engine probably computes, where `token_ids` is None for that reason."""
-    stream: bool
-    rare: RareMembers
+CheckedMembers = tuple[str | None, int, Sequence[int] | None, Sequence[int] | None, bool, RareMembers]
+"""The members of a body that the proxy acts on, checked: the model; the number of prompts; the token ids of the prompt,
+where it is one of them and the engine computes exactly these; the ids that the engine probably computes, where there
+are none for that reason; whether a stream is asked for; and what most requests do not have."""
 
 
 def check_members(
@@ -100,7 +93,7 @@ def check_members(
     except ProxyError as error:
         error.model = model
         raise
-    return CheckedMembers(model, prompts, ids, routing_ids, stream, rare)
+    return model, prompts, ids, routing_ids, stream, rare
 
 
 def _rare_members(kind: EndpointKind, document: Mapping[str, object]) -> RareMembers:
