@@ -137,7 +137,7 @@ class NixlDialect:
         aborted before, and tells the prefill engine to free them either way (vLLM 0.32.0 nixl/base_scheduler.py:
         request_finished).
         """
-        return None if native is None else ReleaseRequest(_DECODE, native, leg=True)
+        return None if native is None else ReleaseRequest(_DECODE, native, True)
 
 
 NIXL: Final = NixlDialect()

@@ -127,7 +127,7 @@ class PrefillThenDecode:
         changes = {**context.one_token_changes(), **params}
         state.prefill = None  # its leg gives it back
         try:
-            answer = as_result((yield Leg(prefill, changes, answers_client=False, resume_from=state.sent)))
+            answer = as_result((yield Leg(prefill, changes, False, state.sent)))
         except GeneratorExit:  # the client has left
             release_abandoned(context, speech, prefill, transfer, attempt)
             raise
@@ -190,7 +190,7 @@ class PrefillThenDecode:
                 kv.decode_members(decode, members, now_s),
             )
             try:
-                yield Leg(decode, params, answers_client=True, resume_from=state.sent)
+                yield Leg(decode, params, True, state.sent)
                 return True
             except LegFailed as failure:
                 if not self._may_try_another(state, speech, prefill, decode, failure):
