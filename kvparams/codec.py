@@ -20,9 +20,9 @@ from kvparams.validation import parse_json_object, to_invalid_params
 __all__ = [
     "DOCUMENT_KEY",
     "DocumentTemplate",
-    "check_ids",
     "dump",
     "dump_json",
+    "encode_ids",
     "encode_isolation",
     "kv_transfer_members",
     "parse",
@@ -35,7 +35,9 @@ DOCUMENT_KEY: Final = "kvparams"
 
 _JSON_SPACE: Final = " \t\r\n"
 _IDENTIFIER: Final = re.compile(r"[A-Za-z0-9._~-]{1,128}")
-_TWO_IDENTIFIERS: Final = re.compile(r"[A-Za-z0-9._~-]{1,128} [A-Za-z0-9._~-]{1,128}")
+_MAX_ID: Final = 128
+_ID_FORM: Final = bytes.maketrans(b"._~-", b"AAAA")
+"""What an identifier may have in it becomes a letter or digit: that is told five times as fast as by an expression."""
 
 
 def parse(document: Mapping[str, object] | str | bytes) -> KVTransferParams:
@@ -73,7 +75,7 @@ class DocumentTemplate:
     Only the request id, the transfer id and the cache salt vary.
     """
 
-    __slots__ = ("_pieces",)
+    __slots__ = ("_after", "_before", "_between")
 
     def __init__(self, params: KVTransferParams) -> None:
         """`params` with any ids and no isolation; its other members, the attempt included, are those of every document.
@@ -85,9 +87,8 @@ class DocumentTemplate:
             raise ValueError("a template has no isolation of its own")
         marks = {"request_id": "REQUEST-ID-HERE", "transfer": {**dump(params.transfer), "id": "TRANSFER-ID-HERE"}}
         text = dump_json(parse(dump(params) | marks))
-        before, _, rest = text.partition(b"REQUEST-ID-HERE")
-        between, _, after = rest.partition(b"TRANSFER-ID-HERE")
-        self._pieces = before, between, after
+        self._before, _, rest = text.partition(b"REQUEST-ID-HERE")
+        self._between, _, self._after = rest.partition(b"TRANSFER-ID-HERE")
 
     def fill(self, request_id: str, transfer_id: str, cache_salt: str | None = None) -> bytes:
         """The document as compact JSON text.
@@ -96,21 +97,28 @@ class DocumentTemplate:
             InvalidParams: an id holds something that ids may not hold here: letters, digits and `._~-` only, 1 to 128;
                 or the salt has not 1 to 256 characters.
         """
-        check_ids(request_id, transfer_id)
-        before, between, after = self._pieces
-        text = b"%b%b%b%b%b" % (before, request_id.encode(), between, transfer_id.encode(), after)
-        return text if cache_salt is None else b"%b,%b}" % (text[:-1], encode_isolation(cache_salt))
+        request, transfer = encode_ids(request_id, transfer_id)
+        after = self._after
+        if cache_salt is not None:
+            after = b"%b,%b}" % (after[:-1], encode_isolation(cache_salt))
+        return self._before + request + self._between + transfer + after
 
 
-def check_ids(request_id: str, transfer_id: str) -> None:
-    """Refuse what `DocumentTemplate.fill` does not fill in.
+def encode_ids(request_id: str, transfer_id: str) -> tuple[bytes, bytes]:
+    """Encodes both ids, which need no escapes in JSON.
 
     Raises:
-        InvalidParams: see there.
+        InvalidParams: as for `DocumentTemplate.fill`.
     """
-    if _TWO_IDENTIFIERS.fullmatch(f"{request_id} {transfer_id}") is None:
-        wrong = ("transfer", "id") if _IDENTIFIER.fullmatch(request_id) else ("request_id",)
-        raise InvalidParams((Problem(wrong, "value", "is not an identifier"),))
+    try:
+        request, transfer = request_id.encode(), transfer_id.encode()
+        short = 0 < len(request) <= _MAX_ID and 0 < len(transfer) <= _MAX_ID
+        if short and (request + transfer).translate(_ID_FORM).isalnum():
+            return request, transfer
+    except UnicodeEncodeError:  # half a surrogate pair
+        pass
+    wrong = ("transfer", "id") if _IDENTIFIER.fullmatch(request_id) else ("request_id",)
+    raise InvalidParams((Problem(wrong, "value", "is not an identifier"),))
 
 
 def encode_isolation(cache_salt: str) -> bytes:

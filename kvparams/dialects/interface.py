@@ -7,7 +7,8 @@ KV are carried to the decode engine unchanged.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from kvparams.errors import KVParamsError
 from kvparams.instances import RequestFacts, Role
@@ -19,7 +20,8 @@ BootstrapInfo = Mapping[str, object]
 """Where decode engines find one prefill engine: native members of `kv_transfer_params`."""
 
 
-class ReleaseRequest(NamedTuple):
+@dataclass(slots=True)
+class ReleaseRequest:
     """A `ReleaseRequest` is a small request to an engine that releases KV which nobody will fetch."""
 
     role: Role

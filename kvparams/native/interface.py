@@ -38,6 +38,36 @@ class NativeCode(Protocol):
         """Returns what `kvparams.jsontext.editing.edit` does, or None where a member is to be removed."""
         ...
 
+    def pack_numbers(self, raw: bytes, name: str, /) -> tuple[int, int, bytes] | None:
+        """Packs the list of numbers that follows the first `"name"` in a JSON text.
+
+        Returns:
+            Where the list begins and ends, and its numbers as unsigned 32-bit integers of this machine. None where
+            there is no such name, or anything else behind it than a list of whole numbers from 0 to 2^32 - 1.
+        """
+        ...
+
+    def write_object(self, members: Mapping[str, object], /) -> bytes | None:
+        """Returns what `pydantic_core.to_json` does, for a dictionary.
+
+        Returns:
+            None where there is more in it than whole numbers of 64 bits, truth values, null, texts that need no
+            escapes, and lists and dictionaries of these.
+        """
+        ...
+
+    def fill_line(self, pieces: tuple[bytes, ...], values: tuple[object, ...], /) -> bytes | None:
+        """Returns what `kvparams.jsontext.writing.fill_line` does.
+
+        Returns:
+            None where a text needs escapes, or a value is none of those that `fill_line` names.
+        """
+        ...
+
+    def are_within(self, values: list[object], low: int, high: int, /) -> bool:
+        """Returns whether all values are whole numbers of 64 bits from `low` to `high`, and no booleans."""
+        ...
+
     def request_head(self, data: bytes, at: int, /) -> tuple[int, bytes, bytes, list[tuple[bytes, bytes]], int] | None:
         """Reads the head of a request that begins at `at`.
 

@@ -15,12 +15,6 @@ typedef struct {
     char closes;
 } Container;
 
-static const char *skip_space(const char *at, const char *end) {
-    while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t'))
-        at++;
-    return at;
-}
-
 /* Returns the position behind the string whose opening quote is at `at`, or NULL. Sets `*escaped`. */
 static const char *skip_string(const char *at, const char *end, bool *escaped) {
     const char *from = at + 1;

@@ -8,12 +8,28 @@
 #define FUNCTION(name) {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL, NULL}
 
 static PyMethodDef functions[] = {
-    FUNCTION(member_spans), FUNCTION(edit_members), FUNCTION(request_head),
-    FUNCTION(response_head), FUNCTION(read_chunks), FUNCTION(copy_values),
-    FUNCTION(gather_pages), FUNCTION(scatter_pages), FUNCTION(hash_blocks),
-    FUNCTION(find_nodes), FUNCTION(find_runs), FUNCTION(link_nodes),
-    FUNCTION(unlink_nodes), FUNCTION(split_buckets), FUNCTION(remove_leaves),
-    FUNCTION(put_values),   FUNCTION(get_values),   {NULL, NULL, 0, NULL},
+    FUNCTION(are_within),
+    FUNCTION(copy_values),
+    FUNCTION(edit_members),
+    FUNCTION(fill_line),
+    FUNCTION(find_nodes),
+    FUNCTION(find_runs),
+    FUNCTION(gather_pages),
+    FUNCTION(get_values),
+    FUNCTION(hash_blocks),
+    FUNCTION(link_nodes),
+    FUNCTION(member_spans),
+    FUNCTION(pack_numbers),
+    FUNCTION(put_values),
+    FUNCTION(read_chunks),
+    FUNCTION(remove_leaves),
+    FUNCTION(request_head),
+    FUNCTION(response_head),
+    FUNCTION(scatter_pages),
+    FUNCTION(split_buckets),
+    FUNCTION(unlink_nodes),
+    FUNCTION(write_object),
+    {NULL, NULL, 0, NULL},
 };
 
 static PyModuleDef_Slot slots[] = {{0, NULL}};

@@ -19,6 +19,10 @@ typedef struct {
 /* The functions of the module; each source file says what they do. */
 PyObject *member_spans(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *edit_members(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *pack_numbers(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *write_object(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *fill_line(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *are_within(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *request_head(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *response_head(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *read_chunks(PyObject *module, PyObject *const *args, Py_ssize_t count);
@@ -67,6 +71,13 @@ static inline bool is_tuple(PyObject *item) {
     if (item != NULL && !PyTuple_Check(item))
         PyErr_SetString(PyExc_TypeError, "a tuple is needed");
     return item != NULL && PyTuple_Check(item);
+}
+
+/* Returns the position behind white space of JSON. */
+static inline const char *skip_space(const char *at, const char *end) {
+    while (at < end && (*at == ' ' || *at == '\n' || *at == '\r' || *at == '\t'))
+        at++;
+    return at;
 }
 
 #endif

@@ -6,6 +6,7 @@ open, one trial at a time. A worker that fails gets requests ever less often, ho
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 __all__ = ["Breaker", "BreakerLimits", "BreakerState"]
 
@@ -40,6 +41,12 @@ class BreakerState(StrEnum):
     HALF_OPEN = "half_open"
 
 
+_CLOSED: Final = BreakerState.CLOSED
+_OPEN: Final = BreakerState.OPEN
+_HALF_OPEN: Final = BreakerState.HALF_OPEN
+"""By names of their own: in CPython 3.11 an attribute of an enumeration takes as long as a call."""
+
+
 class Breaker:
     """A `Breaker` tracks the outcomes of one instance. Time is passed in, in seconds."""
 
@@ -50,7 +57,7 @@ class Breaker:
         self._outcomes = 0
         """The last outcomes as bits, the newest lowest; 1 is a failure, and what was never seen a success."""
         self._until = 0.0
-        self.state = BreakerState.CLOSED
+        self.state: BreakerState = _CLOSED
         self.opened: int = 0
         """How often since it last worked well for a whole window: what the back-off grows with."""
         self.trial = False
@@ -59,12 +66,12 @@ class Breaker:
     @property
     def is_pristine(self) -> bool:
         """Returns True if a success would change nothing."""
-        return not self._outcomes and self.state is BreakerState.CLOSED
+        return not self._outcomes and self.state is _CLOSED
 
     @property
     def allows_requests(self) -> bool:
         """Returns True if the instance may be given a leg now."""
-        return self.state is BreakerState.CLOSED or (self.state is BreakerState.HALF_OPEN and not self.trial)
+        return self.state is _CLOSED or (self.state is _HALF_OPEN and not self.trial)
 
     @property
     def half_open_at(self) -> float:
@@ -73,10 +80,10 @@ class Breaker:
 
     def record_success(self) -> bool:
         """A leg did what it should; whether that changes the state. While open, what had begun before tells nothing."""
-        if self.state is BreakerState.OPEN:
+        if self.state is _OPEN:
             return False
-        if self.state is BreakerState.HALF_OPEN:
-            self.state = BreakerState.CLOSED
+        if self.state is _HALF_OPEN:
+            self.state = _CLOSED
             self.trial = False
             self._outcomes = 0b10  # it has failed before this: one whole window of successes makes it forgotten
             return True
@@ -87,15 +94,15 @@ class Breaker:
 
     def record_failure(self, now: float) -> bool:
         """A leg failed; whether that changes the state."""
-        if self.state is BreakerState.OPEN:
+        if self.state is _OPEN:
             return False
         limits = self._limits
         self._outcomes = (self._outcomes << 1 | 1) & ((1 << limits.window) - 1)
         streak = (1 << limits.consecutive) - 1
         bad = self._outcomes & streak == streak or self._outcomes.bit_count() >= limits.failures
-        if self.state is BreakerState.CLOSED and not bad:
+        if self.state is _CLOSED and not bad:
             return False
-        self.state = BreakerState.OPEN
+        self.state = _OPEN
         self.trial = False
         self._until = now + min(limits.longest_s, limits.open_s * 2.0 ** min(self.opened, 62))
         self.opened += 1
@@ -103,21 +110,21 @@ class Breaker:
 
     def record_probe_success(self, now: float) -> None:
         """A probe went well: half of what is left to wait is remitted. No-op unless open."""
-        if self.state is BreakerState.OPEN and self._until > now:
+        if self.state is _OPEN and self._until > now:
             self._until = now + (self._until - now) / 2
 
     def record_restart(self, now: float) -> None:
         """It is another process: what it did before tells little, and whether it works is tried at once."""
-        if self.state is BreakerState.OPEN:
+        if self.state is _OPEN:
             self._until = min(self._until, now)
-        elif self.state is BreakerState.CLOSED:
+        elif self.state is _CLOSED:
             self._outcomes = 0b10 if self.opened else 0
 
     def poll(self, now: float) -> bool:
         """Go half open, if it is time; whether that changed the state."""
-        if self.state is not BreakerState.OPEN or now < self._until:
+        if self.state is not _OPEN or now < self._until:
             return False
-        self.state = BreakerState.HALF_OPEN
+        self.state = _HALF_OPEN
         return True
 
     def begin_trial(self) -> None:

@@ -151,7 +151,10 @@ class _AnswerShape(NamedTuple):
             return False
         if not self.constants.items() <= said.items():
             return False
-        return all(form.find_problem(said[name], (name,)) is None for name, form in self.changing)
+        for name, form in self.changing:  # noqa: SIM110  an expression would take a generator
+            if form.find_problem(said[name], (name,)) is not None:
+                return False
+        return True
 
 
 class _KnownKey(NamedTuple):

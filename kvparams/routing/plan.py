@@ -1,10 +1,11 @@
 """The terms in which a plan is spoken of: choices, legs, how they end, and KV that is held meanwhile.
 
 A manager (`kvparams.routing.managers`) is a generator of steps; an executor runs them. A step says what is wanted,
-never how: connections, load, queues and clocks belong to the executor.
+never how: connections, load, queues and clocks belong to the executor. Nothing changes a step once it is made.
 """
 
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, final
 
 from kvparams.dialects.interface import BootstrapInfo, Dialect, ReleaseRequest
@@ -27,7 +28,8 @@ __all__ = [
 
 
 @final
-class AcquireInstance(NamedTuple):
+@dataclass(slots=True)
+class AcquireInstance:
     """Requests an instance of a role, as soon as one has room.
 
     The plan is sent an `Instance`, whose load counts from then on until its leg ends or it is given back. `LegFailed`
@@ -47,7 +49,8 @@ class AcquireInstance(NamedTuple):
 
 
 @final
-class Leg(NamedTuple):
+@dataclass(slots=True)
+class Leg:
     """Wanted: one request to one engine. The plan is sent a `LegResult`, or `LegFailed` is raised in it."""
 
     instance: Instance
@@ -73,7 +76,8 @@ class LegPair(NamedTuple):
     """What is held for the request from when prefill has ended until decode has fetched it."""
 
 
-class LegResult(NamedTuple):
+@dataclass(slots=True)
+class LegResult:
     """A `LegResult` is the answer of an engine at the end of a leg, empty for a leg that answered the client."""
 
     kv_transfer_params: Mapping[str, object]
@@ -114,7 +118,8 @@ class LegFailed(KVParamsError):
         """With `response_started`: from where another engine could go on; None where none can."""
 
 
-class KVLease(NamedTuple):
+@dataclass(slots=True)
+class KVLease:
     """KV that an engine holds for somebody who has not come for it yet."""
 
     producer: Instance

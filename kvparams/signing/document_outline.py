@@ -10,7 +10,7 @@ from typing import Final, cast
 
 from pydantic_core import to_json
 
-from kvparams.codec import DOCUMENT_KEY, check_ids, dump, encode_isolation
+from kvparams.codec import DOCUMENT_KEY, dump, encode_ids, encode_isolation
 from kvparams.errors import InvalidParams, Problem
 from kvparams.field_types import DocumentModel
 from kvparams.params import KVTransferParams
@@ -27,6 +27,9 @@ __all__ = [
     "merge_with_native",
 ]
 
+_FIRST: Final = b'"%b":' % DOCUMENT_KEY.encode()
+_FURTHER: Final = b"," + _FIRST
+"""The name of the document beside native keys."""
 _PACKED: Final = {"count", "packed"}
 _DIGEST: Final = {"count", "digest"}
 
@@ -54,10 +57,10 @@ class DocumentOutline:
         Raises:
             InvalidParams: as for `kvparams.codec.Template.fill`.
         """
-        check_ids(request_id, transfer_id)
+        request, transfer = encode_ids(request_id, transfer_id)
         members = self._members.copy()
-        members["request_id"] = b'"request_id":"%b"' % request_id.encode()
-        members["transfer"] = b'"transfer":{"attempt":%d,"id":"%b"}' % (self._attempt, transfer_id.encode())
+        members["request_id"] = b'"request_id":"%b"' % request
+        members["transfer"] = b'"transfer":{"attempt":%d,"id":"%b"}' % (self._attempt, transfer)
         if cache_salt is not None:
             members["isolation"] = encode_isolation(cache_salt)
         return members
@@ -124,5 +127,4 @@ def join_members(members: Mapping[str, bytes], names: Iterable[str]) -> bytes:
 
 def merge_with_native(native: bytes, document: bytes) -> bytes:
     """The text of a whole `kv_transfer_params`: a document beside native keys, both as the text of an object."""
-    comma = b"" if native == b"{}" else b","
-    return b'%b%b"%b":%b}' % (native[:-1], comma, DOCUMENT_KEY.encode(), document)
+    return native[:-1] + (_FIRST if native == b"{}" else _FURTHER) + document + b"}"

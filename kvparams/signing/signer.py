@@ -6,10 +6,11 @@ into it. Native keys with a fraction are the exception, because their canonical 
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from hashlib import sha256
 from itertools import count
 from secrets import token_hex
-from typing import Final, NamedTuple, cast
+from typing import Final, cast
 
 from pydantic_core import from_json, to_json
 
@@ -40,7 +41,8 @@ class NoSigningKey(KVParamsError):
         )
 
 
-class EncodedNativeKeys(NamedTuple):
+@dataclass(slots=True)
+class EncodedNativeKeys:
     """Native keys, ready to be sent."""
 
     text: bytes

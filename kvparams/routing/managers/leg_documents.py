@@ -6,11 +6,10 @@ A document is validated once for each pair of instances; the values of a request
 from collections.abc import Mapping
 from typing import Final
 
-from pydantic_core import to_json
-
 from kvparams.codec import DocumentTemplate, parse
 from kvparams.dialects.interface import HandoffMissing
 from kvparams.instances import Instance, RequestFacts
+from kvparams.jsontext.writing import write_json
 from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Mode, Phase
 from kvparams.routing.plan import StreamProgress
 from kvparams.signing.canonical_json import NotCanonical
@@ -34,18 +33,24 @@ _REMEMBERED: Final = 4096
 class LegDocuments:
     """A `LegDocuments` writes all documents of one manager."""
 
-    __slots__ = ("_signer", "_templates")
+    __slots__ = ("_asked", "_signer", "_templates")
 
     def __init__(self, signer: Signer | None = None) -> None:
         """`signer`: signs them."""
         self._signer = signer
+        self._asked = EncodedNativeKeys(b"{}")
+        """The last that came as text: those of prefill legs are the same for most requests."""
         self._templates: dict[
             tuple[bool, Phase, Mode, int, Instance, Instance | None], DocumentTemplate | DocumentOutline
         ] = {}
 
     def native_from_text(self, text: bytes) -> EncodedNativeKeys:
         """Native keys as a dialect writes them, as the text of an object."""
-        return EncodedNativeKeys(text) if self._signer is None else self._signer.encode_native(text)
+        if self._signer is not None:
+            return self._signer.encode_native(text)
+        if text != self._asked.text:
+            self._asked = EncodedNativeKeys(text)
+        return self._asked
 
     def native_from_engine(self, keys: Mapping[str, object]) -> EncodedNativeKeys:
         """Native keys that came from an engine.
@@ -54,7 +59,7 @@ class LegDocuments:
             HandoffMissing: they cannot be signed.
         """
         if self._signer is None:
-            return EncodedNativeKeys(to_json(keys))
+            return EncodedNativeKeys(write_json(keys))
         try:
             return self._signer.encode_native(keys)
         except NotCanonical as error:

@@ -4,7 +4,8 @@ No part of a prefill engine's answer is handed on before it was checked against 
 """
 
 import math
-from typing import Final, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Final
 
 from kvparams.codec import read_request
 from kvparams.dialects.interface import BootstrapInfo, Dialect, HandoffMissing
@@ -22,7 +23,8 @@ _HANDED_ON: Final = ("producer", "prefix", "load_keys", "lease")
 _TTL: Final = {"ttl_ms"}
 
 
-class PrefillHandoff(NamedTuple):
+@dataclass(slots=True)
+class PrefillHandoff:
     """KV that waits for a decode engine."""
 
     native: EncodedNativeKeys
@@ -88,7 +90,7 @@ def accept_prefill_result(
         if result.producer is not None and result.producer.address is not None:
             context.verify_handoff(prefill, {"address": result.producer.address})
         if result.lease is not None:
-            lease = lease._replace(until_s=answered_s + result.lease.ttl_ms / 1000)
+            lease = replace(lease, until_s=answered_s + result.lease.ttl_ms / 1000)
             context.hold_lease(lease)
     return PrefillHandoff(native, lease.until_s, result, answered_s)
 

@@ -1,6 +1,7 @@
 """Prefill, then decode: the plan that most pairs of engines need, with what it does when one of them fails."""
 
 from collections.abc import Generator
+from typing import Final
 
 from kvparams.dialects.interface import Dialect
 from kvparams.instances import Instance, RequestFacts, Role
@@ -16,6 +17,10 @@ from kvparams.signing.signer import Signer
 
 __all__ = ["PrefillThenDecode"]
 
+_PREFILL: Final = Role.PREFILL
+_DECODE: Final = Role.DECODE
+"""By names of their own: in CPython 3.11 an attribute of an enumeration takes as long as a call."""
+
 
 class PrefillThenDecode:
     """Prefill with one token, then decode with the client's own limits.
@@ -28,7 +33,7 @@ class PrefillThenDecode:
     answered, one decode engine answers alone. Engines that wait for one another get both legs at once.
     """
 
-    roles = (Role.PREFILL, Role.DECODE)
+    roles = (_PREFILL, _DECODE)
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class PrefillThenDecode:
             decode_first = options is not None and options.read_bool("decode_first", False)
         self._decode_first = decode_first
         self._decode_alone = decode_alone
-        self._alone = Aggregated(role=Role.DECODE)
+        self._alone = Aggregated(role=_DECODE)
 
     def legs(self, request: RequestFacts, context: ExecutionContext, state: AttemptState | None = None) -> Plan:
         """Plans both legs of the request, as `DisaggregatedRequestManager.legs` describes.
@@ -59,7 +64,7 @@ class PrefillThenDecode:
         `state` is that of a plan that has begun elsewhere, which may hold a prefill instance.
         """
         state = state or AttemptState(request, context)
-        while not (request.prompt_scored or (self._decode_alone and not context.has_candidates(Role.PREFILL))):
+        while not (request.prompt_scored or (self._decode_alone and not context.has_candidates(_PREFILL))):
             prefill = yield from self._choose(state)
             if prefill is None:
                 continue
@@ -90,12 +95,10 @@ class PrefillThenDecode:
             LegFailed: there is nobody, and no further attempt.
         """
         if state.decode is None and self._decode_first:
-            state.decode = as_instance((yield AcquireInstance(Role.DECODE, state.failed, Role.PREFILL)))
+            state.decode = as_instance((yield AcquireInstance(_DECODE, state.failed, _PREFILL)))
         if state.prefill is None:
             try:
-                state.prefill = as_instance(
-                    (yield AcquireInstance(Role.PREFILL, state.failed, state.decode or Role.DECODE))
-                )
+                state.prefill = as_instance((yield AcquireInstance(_PREFILL, state.failed, state.decode or _DECODE)))
             except LegFailed:  # while it has waited for room, everybody left whom `decode` may be paired with
                 if state.decode is None or not state.context.may_retry():
                     raise
@@ -124,7 +127,7 @@ class PrefillThenDecode:
         changes = {**context.one_token_changes(), **params}
         state.prefill = None  # its leg gives it back
         try:
-            answer = as_result((yield Leg(prefill, changes, answers_client=False, resume_from=state.sent)))
+            answer = as_result((yield Leg(prefill, changes, False, state.sent)))
         except GeneratorExit:  # the client has left
             release_abandoned(context, speech, prefill, transfer, attempt)
             raise
@@ -163,7 +166,7 @@ class PrefillThenDecode:
         while True:
             if state.decode is None:
                 try:
-                    state.decode = as_instance((yield AcquireInstance(Role.DECODE, state.failed, prefill)))
+                    state.decode = as_instance((yield AcquireInstance(_DECODE, state.failed, prefill)))
                 except LegFailed:  # it has waited for room for too long, or is in a group that is gone
                     if not context.may_retry():
                         raise
@@ -187,7 +190,7 @@ class PrefillThenDecode:
                 kv.decode_members(decode, members, now_s),
             )
             try:
-                yield Leg(decode, params, answers_client=True, resume_from=state.sent)
+                yield Leg(decode, params, True, state.sent)
                 return True
             except LegFailed as failure:
                 if not self._may_try_another(state, speech, prefill, decode, failure):

@@ -4,10 +4,11 @@ import logging
 from collections.abc import Sequence
 from typing import Final, cast
 
-from kvparams.instances import Instance
-from kvparams.routing.request_lifecycle import RequestLifecycle, RequestOutcome
+from kvparams.routing.request_lifecycle import RequestOutcome
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.engine_response import LONG_RESPONSE_BYTES
+from kvparams_proxy.execution.response_corrector import ResponseCorrector
 from kvparams_proxy.requests.downstream import Downstream
 from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.telemetry.request_record import RequestRecord
@@ -18,18 +19,17 @@ _log: Final = logging.getLogger(__name__)
 _JSON: Final = b"content-type: application/json\r\n"
 
 
-class ClientResponse:
-    """The response of one request."""
+class ClientResponse(ResponseCorrector):
+    """The response of one request: corrects what engines answer, and writes it."""
 
-    __slots__ = ("_account", "_downstream", "_endpoint", "_expose_route", "_life", "_route")
+    __slots__ = ("_account", "_downstream", "_endpoint", "_expose_route")
 
     def __init__(
         self,
         downstream: Downstream,
         endpoint: APIEndpoint,
-        life: RequestLifecycle,
         account: RequestRecord,
-        route: Sequence[Instance],
+        addresses: EngineAddresses,
         *,
         expose_route: bool,
     ) -> None:
@@ -38,16 +38,14 @@ class ClientResponse:
         Args:
             downstream: the client.
             endpoint: how its streams look.
-            life: whether the client has a part of its answer.
-            account: where bytes and errors are counted.
-            route: the instances that were sent a leg, to which the executor goes on adding.
-            expose_route: whether headers name them.
+            account: where bytes and errors are counted, and which instances were sent a leg.
+            addresses: of the engines.
+            expose_route: whether headers name the instances.
         """
+        super().__init__(account.facts.request_id, addresses, choices=endpoint.has_choices)
         self._downstream = downstream
         self._endpoint = endpoint
-        self._life = life
         self._account = account
-        self._route = route
         self._expose_route = expose_route
 
     def headers(self) -> bytes:
@@ -55,7 +53,7 @@ class ClientResponse:
         lines = b"x-request-id: %b\r\n" % self._account.facts.request_id.encode()
         if not self._expose_route:
             return lines
-        lines += b"".join(b"x-kvparams-%b: %b\r\n" % (i.role.encode(), i.id.encode()) for i in self._route)
+        lines += b"".join(b"x-kvparams-%b: %b\r\n" % (i.role.encode(), i.id.encode()) for i in self._account.route)
         decision = self._account.decision
         return lines if decision is None else lines + b"x-kvparams-decision: %b\r\n" % decision.summary().encode()
 
@@ -80,7 +78,7 @@ class ClientResponse:
         Returns:
             How the request has ended.
         """
-        answering = self._life.answering
+        answering = self._account.lifecycle.answering
         self._account.record_error(error)
         if error.status >= 500 or answering:
             self._log_failure(error)
@@ -95,6 +93,6 @@ class ClientResponse:
         return "midway" if answering else "refused" if error.status < 500 else "failed"
 
     def _log_failure(self, error: ProxyError) -> None:
-        route = " -> ".join(instance.id for instance in self._route) or "no engine"
+        route = " -> ".join(instance.id for instance in self._account.route) or "no engine"
         said = f"{error.message} ({error.detail[:500]!r})" if error.detail else error.message
         _log.warning("request %s (%s): %s", self._account.facts.request_id, route, said)

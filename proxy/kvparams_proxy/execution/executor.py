@@ -23,7 +23,6 @@ from kvparams_proxy.execution.leg_requests import make_stream_recorder
 from kvparams_proxy.execution.leg_runner import LegRunner
 from kvparams_proxy.execution.plan_context import PlanContext
 from kvparams_proxy.execution.resources import ExecutionResources
-from kvparams_proxy.execution.response_corrector import ResponseCorrector
 from kvparams_proxy.requests.downstream import Downstream
 from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.requests.intake import ParsedRequest
@@ -32,6 +31,8 @@ from kvparams_proxy.telemetry.tracing import TraceContext
 
 __all__ = ["Execution"]
 
+_PREFILL: Final = Role.PREFILL
+"""By a name of its own: in CPython 3.11 an attribute of an enumeration takes as long as a call."""
 _SHUTTING_DOWN: Final = "the proxy is shutting down"
 _RETRY_S: Final = 1
 
@@ -55,7 +56,6 @@ class Execution:
     __slots__ = (
         "_account",
         "_context",
-        "_corrections",
         "_deadline",
         "_done",
         "_downstream",
@@ -108,18 +108,15 @@ class Execution:
         self._route = route
         life = self._life = RequestLifecycle(perf_counter)
         resources.metrics.request_began(life)
-        account = self._account = RequestRecord(facts, endpoint.path.encode(), inbound.stream, life, route, trace)
+        account = self._account = RequestRecord(facts, endpoint.path, inbound.stream, life, route, trace)
         context = self._context = PlanContext(
             resources, endpoint, inbound, life, account, upstream_headers, authorization
         )
         response = self._response = ClientResponse(
-            downstream, endpoint, life, account, route, expose_route=resources.settings.expose_route
-        )
-        corrections = self._corrections = ResponseCorrector(
-            facts.request_id, resources.engine_addresses, choices=endpoint.has_choices
+            downstream, endpoint, account, resources.engine_addresses, expose_route=resources.settings.expose_route
         )
         recorder = make_stream_recorder(endpoint, inbound)
-        self._legs = LegRunner(self, resources, context, downstream, response, corrections, recorder, route)
+        self._legs = LegRunner(self, resources, context, downstream, response, recorder, route)
         self._plan = manager.legs(facts, context)
         resources.running_executions.add(self)
 
@@ -309,9 +306,9 @@ class Execution:
             resources.fleet.release(life.loads.pop(), self.facts)
         self._context.abandon_kv(gone=self._legs.client_is_gone)
         life.finish(outcome)
-        if self._corrections.usage is not None:
-            split = any(instance.role is Role.PREFILL for instance in self._route)
-            self._account.record_decode(self._corrections.usage, split=split)
+        if (usage := self._response.usage) is not None:
+            split = _PREFILL in [instance.role for instance in self._route]
+            self._account.record_decode(usage, split=split)
         self._account.ended_s = time()
         resources.record_dispatcher.ended(self._account)
         if self._done is not None:

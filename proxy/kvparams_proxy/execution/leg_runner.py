@@ -16,12 +16,11 @@ from kvparams_proxy.execution.engine_response import LONG_RESPONSE_BYTES, Engine
 from kvparams_proxy.execution.leg_settlement import LegSettlement
 from kvparams_proxy.execution.plan_context import PlanContext
 from kvparams_proxy.execution.resources import ExecutionResources
-from kvparams_proxy.execution.response_corrector import ResponseCorrector
 from kvparams_proxy.execution.running_leg import LEG_TIMEOUT_REASON, ConcurrentPrefill, RunningLeg
 from kvparams_proxy.execution.stream_continuation import StreamRecorder
 from kvparams_proxy.execution.stream_relay import StreamRelay
 from kvparams_proxy.requests.downstream import Downstream
-from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError, UpstreamTimeout
+from kvparams_proxy.upstream.types import ResponseHead, ResponseSink, UpstreamError, UpstreamTimeout
 
 __all__ = ["LegOwner", "LegRunner"]
 
@@ -53,21 +52,15 @@ class LegOwner(Protocol):
         ...
 
 
-class LegRunner:
+class LegRunner(LegSettlement):
     """Runs the legs of one request. A `StreamRelayObserver`."""
 
     __slots__ = (
-        "_context",
-        "_corrections",
         "_downstream",
         "_owner",
         "_prefill",
-        "_recorder",
-        "_resources",
-        "_response",
         "_route",
         "_running",
-        "_settlement",
         "client_is_gone",
         "client_is_slow",
     )
@@ -79,7 +72,6 @@ class LegRunner:
         context: PlanContext,
         downstream: Downstream,
         response: ClientResponse,
-        corrections: ResponseCorrector,
         recorder: StreamRecorder | None,
         route: list[Instance],
     ) -> None:
@@ -90,20 +82,14 @@ class LegRunner:
             resources: what executions share.
             context: what the request is, and what it holds.
             downstream: the client, for streams.
-            response: the response to it, for documents.
-            corrections: correct what engines answer.
+            response: the response to it.
             recorder: remembers a stream that may have to be continued.
             route: the instances that were sent a leg; each new one is added.
         """
+        super().__init__(resources, context, response, recorder)
         self._owner = owner
-        self._resources = resources
-        self._context = context
         self._downstream = downstream
-        self._response = response
-        self._corrections = corrections
-        self._recorder = recorder
         self._route = route
-        self._settlement = LegSettlement(resources, context, response, corrections, recorder)
         self._running: RunningLeg | None = None
         """The leg that runs; of two, the decode leg."""
         self._prefill: ConcurrentPrefill | None = None
@@ -119,8 +105,7 @@ class LegRunner:
         prefill = self._prefill = ConcurrentPrefill(pair, resources, context, self._prefill_answered, self._fail)
         self._route.append(leg.instance)
         context.life.enter("prefill", leg.instance.id)
-        sink = ResponseCollector(resources.settings.upstream_limits.answer_bytes, prefill.collected)
-        prefill.exchange = context.send_leg(leg, sink, self._recorder, once=False)
+        prefill.exchange = context.send_leg(leg, prefill, self._recorder, once=False)
         resources.deadlines.start(prefill, resources.settings.prefill_timeout_s)
         self.start(pair.decode)
 
@@ -139,10 +124,9 @@ class LegRunner:
             context.abandon_kv(gone=False)
         if recorder is not None and leg.resume_from is not None:
             recorder.mark_resumed()
+        sink: ResponseSink = running
         if leg.answers_client and context.inbound.stream:
             sink = running.relay = self._make_relay()
-        else:
-            sink = ResponseCollector(settings.upstream_limits.answer_bytes, running.collected)
         if prefill is not None:  # it has the time-out until it has ended
             running.exchange = context.send_leg(leg, sink, recorder, once=not context.has_reusable_kv(leg))
             return
@@ -159,7 +143,7 @@ class LegRunner:
         return StreamRelay(
             self._downstream,
             b"cache-control: no-cache\r\n" + self._response.headers(),
-            self._corrections,
+            self._response,
             resources.settings.upstream_limits.answer_bytes,
             self,
             resources.clock,
@@ -229,7 +213,7 @@ class LegRunner:
         if self._context.life.state == "done":  # it was overdue between the end of its leg and this turn
             return
         if error is None and head.status == 200 and self._running is not None:
-            self._settlement.report_response(self._running.leg, answer)
+            self.report_response(self._running.leg, answer)
         self._settle(self._end_leg(), head, answer, error, None)
 
     def _decode_answered(self, head: ResponseHead, answer: EngineResponse, error: UpstreamError | None) -> None:
@@ -253,9 +237,7 @@ class LegRunner:
     ) -> None:
         """Tells the owner what a leg was worth. `prefill`: the leg is the one beside which its decode leg runs."""
         try:
-            told = self._settlement.settle(
-                leg, head, answer, error, self.client_is_gone, self._prefill, prefill is not None
-            )
+            told = self.settle(leg, head, answer, error, self.client_is_gone, self._prefill, prefill is not None)
             if prefill is not None and isinstance(told, LegResult):
                 self._release_decode(prefill)
             else:
@@ -283,7 +265,7 @@ class LegRunner:
     ) -> None:
         """Handles the end of a prefill leg beside which its decode leg runs, or has run."""
         if error is None and head.status == 200:
-            self._settlement.report_response(prefill.leg, answer)
+            self.report_response(prefill.leg, answer)
         self._end_prefill(prefill)
         self._settle(prefill.leg, head, answer, error, prefill)
 
@@ -327,7 +309,7 @@ class LegRunner:
 
     def stream_begun(self) -> None:
         """Hears that the client is about to get its first byte."""
-        self._settlement.begin_answer(None if self._running is None else self._running.leg)
+        self.begin_answer(None if self._running is None else self._running.leg)
 
     def stream_complete(self) -> None:
         """Hears that the client has everything. An engine that does not end its response is not waited for."""
@@ -346,13 +328,13 @@ class LegRunner:
             running.read(whole, head)
             return
         if error is None:
-            self._settlement.report_stream(None if running is None else running.leg)
+            self.report_stream(None if running is None else running.leg)
         leg = self._end_leg()
         if not self._context.life.answering:  # it may be a whole document, from an endpoint that has no streams
             self._settle(leg, head, EngineResponse(whole), error, None)
             return
         try:
-            self._tell(self._settlement.settle_stream(leg, head, whole, error, self.client_is_gone, self._prefill))
+            self._tell(self.settle_stream(leg, head, whole, error, self.client_is_gone, self._prefill))
         except Exception as fault:  # noqa: BLE001  as above
             self._fail(fault)
 

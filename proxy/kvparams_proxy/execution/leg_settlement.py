@@ -15,7 +15,7 @@ from kvparams_proxy.execution.leg_outcomes import LegEnd, classify_leg_outcome, 
 from kvparams_proxy.execution.plan_context import PlanContext
 from kvparams_proxy.execution.prefix_cache_report import report_prefill_response, report_stream_usage
 from kvparams_proxy.execution.resources import ExecutionResources
-from kvparams_proxy.execution.response_corrector import ResponseCorrector, prompt_tokens_details
+from kvparams_proxy.execution.response_corrector import prompt_tokens_details
 from kvparams_proxy.execution.response_document import embedded_error
 from kvparams_proxy.execution.running_leg import RunningLeg
 from kvparams_proxy.execution.stream_continuation import StreamRecorder
@@ -28,16 +28,15 @@ _ANSWERED: Final = LegResult({})
 
 
 class LegSettlement:
-    """Settles the legs of one request."""
+    """Settles the legs of one request: the half of `LegRunner` that knows what an answer is worth."""
 
-    __slots__ = ("_context", "_corrections", "_recorder", "_resources", "_response")
+    __slots__ = ("_context", "_recorder", "_resources", "_response")
 
     def __init__(
         self,
         resources: ExecutionResources,
         context: PlanContext,
         response: ClientResponse,
-        corrections: ResponseCorrector,
         recorder: StreamRecorder | None,
     ) -> None:
         """Creates the settlement of one request's legs.
@@ -46,13 +45,11 @@ class LegSettlement:
             resources: what executions share.
             context: what the request holds.
             response: the response to its client.
-            corrections: correct what engines answer.
             recorder: remembers a stream that may have to be continued.
         """
         self._resources = resources
         self._context = context
         self._response = response
-        self._corrections = corrections
         self._recorder = recorder
 
     def begin_answer(self, leg: Leg | None) -> None:
@@ -83,7 +80,7 @@ class LegSettlement:
         if prefixes is None or leg is None or not self._context.life.answering:
             return
         if leg.instance.role is Role.AGGREGATED and leg.resume_from is None:
-            report_stream_usage(prefixes, self._context.account, self._corrections.usage)
+            report_stream_usage(prefixes, self._context.account, self._response.usage)
 
     def settle(
         self,
@@ -117,7 +114,7 @@ class LegSettlement:
             elif gone:
                 return None
             else:
-                pieces = self._corrections.correct_response(answer)
+                pieces = self._response.correct_response(answer)
                 self.begin_answer(None)  # the leg has ended: `record_success` below says all of it
                 self._response.send_document(pieces)
                 result = _ANSWERED
@@ -160,7 +157,7 @@ class LegSettlement:
         if (reported := embedded_error(document)) is not None:
             raise UpstreamErrorResponse(reported)
         if leg.resume_from is None:  # what the client is told is what its own prompt cost
-            self._corrections.prompt_tokens_details = prompt_tokens_details(document)
+            self._response.prompt_tokens_details = prompt_tokens_details(document)
             self._context.account.record_prefill(document)
         if not has_decode:
             self._context.life.enter("result", leg.instance.id)
@@ -200,7 +197,7 @@ class LegSettlement:
         ending = recorder.missing_ending() if recorder is not None and begun else None
         if ending is None:
             return outcome.failure
-        self._response.send_ending(self._corrections.correct_events(ending))  # it has failed behind its last token
+        self._response.send_ending(self._response.correct_events(ending))  # it has failed behind its last token
         return _ANSWERED
 
     def _kv_source(self, leg: Leg, head: ResponseHead, beside: RunningLeg | None) -> Instance | None:

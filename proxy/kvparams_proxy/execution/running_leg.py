@@ -13,7 +13,7 @@ from kvparams_proxy.execution.plan_context import PlanContext
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.execution.stream_relay import StreamRelay
 from kvparams_proxy.upstream.interface import ExchangeHandle
-from kvparams_proxy.upstream.types import ResponseHead, UpstreamError, UpstreamTimeout
+from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError, UpstreamTimeout
 
 __all__ = ["LEG_TIMEOUT_REASON", "ConcurrentPrefill", "RunningLeg"]
 
@@ -26,8 +26,8 @@ OnAnswer = Callable[[ResponseHead, EngineResponse, UpstreamError | None], None]
 """Hears of an answer that is whole; it is empty where none came."""
 
 
-class RunningLeg:
-    """A leg from when it is sent until the load of its instance is given back."""
+class RunningLeg(ResponseCollector):
+    """A leg from when it is sent until the load of its instance is given back. It gathers what is no stream."""
 
     __slots__ = (
         "_batcher",
@@ -61,6 +61,7 @@ class RunningLeg:
             on_fault: hears what goes wrong in this process while a long answer is read.
             batcher: has short answers acted on together; at once without one.
         """
+        super().__init__(resources.settings.upstream_limits.answer_bytes)
         self.leg = leg
         self._on_answer = on_answer
         self._batcher = batcher

@@ -246,8 +246,9 @@ class Fleet(FleetMembers):
 
         True while an engine has not reported its models.
         """
-        if any(dispatcher.has_cached_candidates(model) for dispatcher in self._roles.values()):
-            return True
+        for dispatcher in self._roles.values():
+            if dispatcher.has_cached_candidates(model):
+                return True
         members = self._members.values()
         return not members or any(member.serves(model) for member in members)
 

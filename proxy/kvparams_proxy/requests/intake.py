@@ -5,7 +5,8 @@ engine judges them.
 """
 
 from collections.abc import Generator, Mapping
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final, TypeVar
 
 from kvparams.errors import JSONTextError
 from kvparams.instances import RequestFacts
@@ -16,6 +17,7 @@ from kvparams.jsontext.document import (
     read_object,
 )
 from kvparams.jsontext.editing import edit_with_spans
+from kvparams.jsontext.packed_lists import load_packed
 from kvparams.jsontext.receivers import AbridgedObjectReceiver
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_cache_salt
@@ -32,18 +34,22 @@ from kvparams_proxy.requests.long_body_receivers import (
     TokenIdsReceiver,
 )
 from kvparams_proxy.requests.media_uuids import media_uuid_changes, strip_media_uuids_in_steps
-from kvparams_proxy.requests.member_checks import check_members
+from kvparams_proxy.requests.member_checks import CheckedMembers, check_members
 
 __all__ = ["ParsedRequest", "parse_request", "parse_request_in_steps"]
 
+T = TypeVar("T")
 _BYTES_PER_TOKEN: Final = 4
 """About, in text; limits in tokens need no more."""
 _NEEDED: Final = frozenset((*NESTED_CARRIERS, "messages", "prompt", "token_ids", "stream_options"))
 """Members whose values are looked at, whatever else there is."""
+_TOKEN_IDS: Final[Mapping[EndpointKind, str]] = {"completions": "prompt", "generate": "token_ids"}
+"""The member that may be a long list of token ids."""
 _UNCHANGED: Final[Mapping[str, bytes | None]] = {}
 
 
-class ParsedRequest(NamedTuple):
+@dataclass(slots=True)
+class ParsedRequest:
     """A parsed request that is ready to be planned."""
 
     facts: RequestFacts
@@ -88,15 +94,24 @@ def parse_request(
     Raises:
         ProxyError: 400 or 413, naming the member and what it should be.
     """
-    read_ = _parsed(body, limits)
-    if read_ is None:
+    ids = _TOKEN_IDS.get(kind)
+    try:
+        found = (ids and load_packed(body, ids, limits)) or load_short_object(body, limits)
+    except JSONTextError as error:
+        raise _refused(body, limits, error) from error
+    if found is None:
         return None
-    steps = _checked(kind, body, read_, request_id, transfer_id, client, session, keep_document, keep_streamed)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+    document, spans = found
+    members = check_members(kind, document, None)
+    rest = body
+    if not INSPECTED_MEMBERS.isdisjoint(document):
+        rest, spans, _, _ = _finish(strip_in_steps(ParsedBody(document, spans), body))
+    if kind != "completions":
+        changes = media_uuid_changes(kind, document, rest, spans, "" if client is None else client.tenant)
+        if changes:
+            rest, spans = edit_with_spans(rest, spans, changes)
+    kept = document if keep_document or (keep_streamed and members[4]) else None
+    return _request(members, rest, spans, request_id, transfer_id, client, session, kept, rest is not body)
 
 
 def parse_request_in_steps(
@@ -116,29 +131,45 @@ def parse_request_in_steps(
     Raises:
         ProxyError: as for `parse_request`.
     """
-    read_ = _parsed(body, limits)
-    if read_ is None:
-        receiver = _receiver(kind)
-        try:
-            yield from read_object(body, receiver, limits)
-        except JSONTextError as error:
-            raise _refused(body, limits, error) from error
-        read_ = ParsedBody(receiver.document, receiver.fields, receiver)
-        yield
-    inbound = yield from _checked(
-        kind, body, read_, request_id, transfer_id, client, session, keep_document, keep_streamed
+    at_once = parse_request(
+        kind,
+        body,
+        request_id,
+        transfer_id,
+        limits,
+        client,
+        session,
+        keep_document=keep_document,
+        keep_streamed=keep_streamed,
     )
+    if at_once is not None:
+        return at_once
+    receiver = _receiver(kind)
+    try:
+        yield from read_object(body, receiver, limits)
+    except JSONTextError as error:
+        raise _refused(body, limits, error) from error
+    document = receiver.document
+    yield
+    members = check_members(kind, document, receiver)
+    rest, spans, sampling, features = yield from strip_in_steps(ParsedBody(document, receiver.fields, receiver), body)
+    if kind != "completions":
+        tenant = "" if client is None else client.tenant
+        rest, spans = yield from strip_media_uuids_in_steps(kind, rest, spans, tenant, features)
+    kept = document if keep_document or (keep_streamed and members[4]) else None
+    inbound = _request(members, rest, spans, request_id, transfer_id, client, session, kept, rest is not body)
+    inbound.is_document_complete, inbound.sampling_spans = receiver.whole, sampling
     yield  # whoever gets it copies it
     return inbound
 
 
-def _parsed(body: bytes, limits: JSONLimits) -> ParsedBody | None:
-    """Reads a body that takes no long time."""
-    try:
-        found = load_short_object(body, limits)
-        return None if found is None else ParsedBody(*found)
-    except JSONTextError as error:
-        raise _refused(body, limits, error) from error
+def _finish(steps: Generator[None, None, T]) -> T:
+    """Returns what steps lead to that take no long time together."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 def _refused(body: bytes, limits: JSONLimits, error: JSONTextError) -> ProxyError:
@@ -163,39 +194,25 @@ def _receiver(kind: EndpointKind) -> AbridgedObjectReceiver:
     return AbridgedObjectReceiver(_NEEDED, special)
 
 
-def _checked(
-    kind: EndpointKind,
+def _request(
+    members: CheckedMembers,
     body: bytes,
-    read_: ParsedBody,
+    spans: Mapping[str, MemberSpan],
     request_id: str,
     transfer_id: str,
     client: AuthenticatedClient | None,
     session: str,
-    keep_document: bool,
-    keep_streamed: bool,
-) -> Generator[None, None, ParsedRequest]:
-    document, spans, receiver = read_
-    model, prompts, ids, routing_ids, stream, rare = check_members(kind, document, receiver)
+    document: Mapping[str, object] | None,
+    was_stripped: bool,
+) -> ParsedRequest:
+    """Returns the request with this body."""
+    model, prompts, ids, routing_ids, stream, rare = members
     changes = _UNCHANGED
     tenant, priority, salt = "", 0, rare.salt
     if client is not None:
         tenant, priority = client.tenant, client.priority
         salt = client.cache_salt if rare.salt is None else tenant_cache_salt(tenant, rare.salt)
         changes = {"cache_salt": b'"%b"' % salt.encode()}
-    stripped, sampling, features = False, None, None
-    if receiver is not None or not INSPECTED_MEMBERS.isdisjoint(document):
-        before = body
-        body, spans, sampling, features = yield from strip_in_steps(read_, body)
-        stripped = body is not before
-    if kind != "completions":
-        before = body
-        if receiver is None:
-            changes_of_names = media_uuid_changes(kind, document, body, spans, tenant)
-            if changes_of_names:
-                body, spans = edit_with_spans(body, spans, changes_of_names)
-        else:
-            body, spans = yield from strip_media_uuids_in_steps(kind, body, spans, tenant, features)
-        stripped = stripped or body is not before
     known = routing_ids if ids is None else ids
     tokens = len(body) // _BYTES_PER_TOKEN if known is None else len(known)
     facts = RequestFacts(
@@ -214,6 +231,4 @@ def _checked(
     )
     if routing_ids is not None:
         facts = facts._replace(routing_ids=routing_ids)
-    kept = document if keep_document or (keep_streamed and stream) else None
-    whole = receiver is None or receiver.whole
-    return ParsedRequest(facts, body, spans, changes, stream, kept, stripped, whole, sampling)
+    return ParsedRequest(facts, body, spans, changes, stream, document, was_stripped)

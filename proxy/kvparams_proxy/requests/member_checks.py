@@ -1,5 +1,6 @@
 """Checks the members of a request that the proxy itself acts on; each error names the member."""
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, TypeVar, cast
 
@@ -62,17 +63,10 @@ class RareMembers(NamedTuple):
 _ORDINARY: Final = RareMembers()
 
 
-class CheckedMembers(NamedTuple):
-    """The members of a body that the proxy acts on, checked."""
-
-    model: str | None
-    prompts: int
-    token_ids: Sequence[int] | None
-    """The prompt, where it is one of token ids and the engine computes exactly these."""
-    routing_ids: Sequence[int] | None
-    """The ids that the engine probably computes, where `token_ids` is None for that reason."""
-    stream: bool
-    rare: RareMembers
+CheckedMembers = tuple[str | None, int, Sequence[int] | None, Sequence[int] | None, bool, RareMembers]
+"""The members of a body that the proxy acts on, checked: the model; the number of prompts; the token ids of the prompt,
+where it is one of them and the engine computes exactly these; the ids that the engine probably computes, where there
+are none for that reason; whether a stream is asked for; and what most requests do not have."""
 
 
 def check_members(
@@ -99,7 +93,7 @@ def check_members(
     except ProxyError as error:
         error.model = model
         raise
-    return CheckedMembers(model, prompts, ids, routing_ids, stream, rare)
+    return model, prompts, ids, routing_ids, stream, rare
 
 
 def _rare_members(kind: EndpointKind, document: Mapping[str, object]) -> RareMembers:
@@ -177,6 +171,8 @@ def _prompt(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
         if not prompt:
             raise invalid_member_error("prompt", "`prompt` is empty")
         return 1, None
+    if isinstance(prompt, array):  # whoever has read it has packed them
+        return 1, cast("array[int]", prompt)
     if not isinstance(prompt, list) or not prompt:
         raise invalid_member_error("prompt", INVALID_PROMPT_MESSAGE)
     items = cast("list[object]", prompt)
@@ -199,6 +195,8 @@ def _prompt(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
 
 def _generate(document: Mapping[str, object]) -> tuple[int, Sequence[int] | None]:
     ids = document.get("token_ids")
+    if isinstance(ids, array):
+        return 1, cast("array[int]", ids)
     if not isinstance(ids, list) or not ids:
         raise invalid_member_error("token_ids", "`token_ids` must be a list of at least one token id")
     return 1, token_id_array(cast("list[object]", ids), "token_ids")

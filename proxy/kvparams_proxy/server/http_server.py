@@ -209,7 +209,7 @@ def _service(
 
     def refused(error: ProxyError) -> None:
         if resources is not None:
-            resources.metrics.refused(RefusedRequest("", b"", error))
+            resources.metrics.refused(RefusedRequest("", "", error))
 
     endpoints: Mapping[bytes, DirectEndpoint] = state.get(DIRECT_ENDPOINTS_KEY, {})
     bodies = next((endpoint.bodies for endpoint in endpoints.values()), None)

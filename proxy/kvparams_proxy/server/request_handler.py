@@ -7,14 +7,14 @@ body is read.
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from starlette.types import Receive, Scope, Send
 
 from kvparams.instances import Role
 from kvparams.routing.managers.aggregated import Aggregated
-from kvparams.routing.managers.interface import DisaggregatedRequestManager
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.event_loop.step_runner import StepRunner, StepTask
 from kvparams_proxy.execution.active_modes import ActiveModes
@@ -28,6 +28,7 @@ from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.requests.forbidden_fields import FORWARDED_HEADERS, is_safe_request_id
 from kvparams_proxy.requests.intake import ParsedRequest, parse_request, parse_request_in_steps
 from kvparams_proxy.telemetry.request_record import RefusedRequest
+from kvparams_proxy.telemetry.tracing import TraceContext
 from kvparams_proxy.tokenization.service import RoutingTokens
 
 __all__ = ["ASGIRequestHandler", "Admission", "RequestHandler", "require_client"]
@@ -53,7 +54,8 @@ _COSTLY_BYTES: Final = 1 << 20
 """To put together a longer body has taken milliseconds of this turn already."""
 
 
-class Admission(NamedTuple):
+@dataclass(slots=True)
+class Admission:
     """The admission of a request, or the reason to refuse it."""
 
     request_id: str
@@ -199,7 +201,6 @@ class RequestHandler:
             ProxyError: its model is not served here.
         """
         resources = self._resources
-        continues = resources.settings.continuation
         if inbound.was_stripped:
             resources.metrics.stripped["body"] += 1
         if (model := inbound.facts.model) is not None and not resources.fleet.may_serve_model(model):
@@ -212,25 +213,42 @@ class RequestHandler:
             trace, forwarded = resources.tracer.begin(forwarded)
         upstream = b"".join(forwarded)
 
-        def execute(prompt: RoutingTokens | None) -> None:
-            routed = inbound if prompt is None else _routed(inbound, prompt)
-            if routed.document is not None and not (continues and routed.stream):  # it is not continued
-                routed = routed._replace(document=None)
-            manager = self._manager(routed)
-            execution = Execution(
-                resources, manager, self._endpoint, routed, upstream, authorization, downstream, done, trace
-            )
-            resources.start_batcher.schedule(execution.run)
-
         if resources.token_service is None:
-            execute(None)
-        else:
-            resources.token_service.find(self._endpoint.kind, inbound, execute)
+            self._execute(inbound, upstream, authorization, downstream, done, trace)
+            return
 
-    def _manager(self, inbound: ParsedRequest) -> DisaggregatedRequestManager:
-        """Returns the request's manager. Where one engine does both, it also serves requests that are not split."""
-        manager = self._modes.select_manager(inbound.facts, self._endpoint.path, inbound.stream)
-        return manager if self._alone is None or manager.roles == _BOTH else self._alone
+        def routed(prompt: RoutingTokens | None) -> None:
+            if prompt is not None:
+                facts = inbound.facts
+                tokens = prompt.tokens or facts.prompt_tokens
+                inbound.facts = facts._replace(routing_ids=prompt.ids, prompt_tokens=tokens)
+            if not (resources.settings.continuation and inbound.stream):  # it is not continued
+                inbound.document = None
+            self._execute(inbound, upstream, authorization, downstream, done, trace)
+
+        resources.token_service.find(self._endpoint.kind, inbound, routed)
+
+    def _execute(
+        self,
+        inbound: ParsedRequest,
+        upstream: bytes,
+        authorization: bytes | None,
+        downstream: Downstream,
+        done: Callable[[], None] | None,
+        trace: TraceContext | None,
+    ) -> None:
+        """Executes a request that is ready to be routed. Where one engine does both, it serves all that is not split.
+
+        Arguments are as for `Execution`.
+        """
+        endpoint = self._endpoint
+        manager = self._modes.select_manager(inbound.facts, endpoint.path, inbound.stream)
+        if self._alone is not None and manager.roles != _BOTH:
+            manager = self._alone
+        execution = Execution(
+            self._resources, manager, endpoint, inbound, upstream, authorization, downstream, done, trace
+        )
+        self._resources.start_batcher.schedule(execution.run)
 
     def refuse(self, admission: Admission, error: ProxyError, downstream: Downstream) -> None:
         """Answers with an error in place of an execution."""
@@ -247,9 +265,8 @@ class RequestHandler:
         resources = self._resources
         tenant = "" if admission.client is None else admission.client.tenant
         trace = None if resources.tracer is None else resources.tracer.begin(admission.forwarded)[0]
-        path = self._endpoint.path.encode()
         resources.record_dispatcher.refused(
-            RefusedRequest(admission.request_id, path, error, tenant, error.model, trace)
+            RefusedRequest(admission.request_id, self._endpoint.path, error, tenant, error.model, trace)
         )
 
 
@@ -325,7 +342,7 @@ class ASGIRequestHandler:
                 if upgrade and length is not None and declared_length(length) != len(body):
                     raise ProxyError(400, "invalid_request_error", _UPGRADE)
         except ProxyError as error:
-            admission = admission._replace(error=error.with_traceback(None))
+            admission.error = error.with_traceback(None)
         except ConnectionError:  # the client left while it was sending
             gathered.release()
             return
@@ -347,14 +364,6 @@ class ASGIRequestHandler:
             downstream.close()
             if not done.done() or done.cancelled():  # the server has cancelled this task, and what it waited for
                 downstream.drop()
-
-
-def _routed(inbound: ParsedRequest, prompt: RoutingTokens) -> ParsedRequest:
-    """Returns the request with ids to route by, which also give the length of the prompt."""
-    facts = inbound.facts
-    return inbound._replace(
-        facts=facts._replace(routing_ids=prompt.ids, prompt_tokens=prompt.tokens or facts.prompt_tokens)
-    )
 
 
 def _set(done: asyncio.Future[None]) -> None:

@@ -6,11 +6,11 @@ part of the prompt or the answer, no address and no key. Values that a client ch
 
 import asyncio
 import atexit
-from json.encoder import encode_basestring_ascii as _text
 from pathlib import Path
 from time import gmtime, strftime, time
 from typing import Final
 
+from kvparams.jsontext.writing import fill_line
 from kvparams.routing.request_lifecycle import TRANSITIONS, LifecycleState
 from kvparams_proxy.telemetry.line_writer import LineWriter
 from kvparams_proxy.telemetry.request_record import RefusedRequest, RequestRecord
@@ -27,13 +27,14 @@ _MODEL: Final = 200
 _WORD: Final = 128
 """... of a tenant's, an instance's, an error's."""
 _NOTHING: Final[dict[LifecycleState, float]] = dict.fromkeys(TRANSITIONS, 0.0)
-_LINE: Final = (
-    '{"time":"%s.%03dZ","request_id":%s,"transfer_ids":[%s],"tenant":%s,"model":%s,"endpoint":%s,"stream":%s,'
-    '"outcome":"%s","status":%s,"error":%s,"route":[%s],"queued_ms":%.1f,"prefill_ms":%.1f,"result_ms":%.1f,'
-    '"decode_ms":%.1f,"stream_ms":%.1f,"total_ms":%.1f,"prompt_tokens":%s,"predicted_tokens":%s,'
-    '"cached_tokens":%s,"completion_tokens":%s,'
-    '"retries":%d,"answer_bytes":%d,"trace_id":%s}\n'
+_LINE: Final = tuple(
+    b'{"time":"@@","request_id":@,"transfer_ids":@,"tenant":@,"model":@,"endpoint":@,"stream":@,"outcome":@,'
+    b'"status":@,"error":@,"route":@,"queued_ms":@,"prefill_ms":@,"result_ms":@,"decode_ms":@,"stream_ms":@,'
+    b'"total_ms":@,"prompt_tokens":@,"predicted_tokens":@,"cached_tokens":@,"completion_tokens":@,"retries":@,'
+    b'"answer_bytes":@,"trace_id":@}\n'.split(b"@")
 )
+"""What stands between the values of a line."""
+_MILLISECONDS: Final = tuple(b".%03dZ" % number for number in range(1000))
 
 
 class RequestLog:
@@ -52,12 +53,10 @@ class RequestLog:
         """
         self._loop = loop
         self._writer = LineWriter(place, lock)
-        self._lines: list[str] = []
+        self._lines: list[bytes] = []
         self._timer: asyncio.TimerHandle | None = None
         self._second = 0
-        self._stamp = ""
-        self._paths: dict[bytes, str] = {}
-        """Those that are served here."""
+        self._stamp = b""
         atexit.register(self.close)  # whatever ends the process in an orderly way, its last lines are written
 
     @property
@@ -75,58 +74,46 @@ class RequestLog:
         for state, _, at_s in life.spans:
             spent[before] += at_s - since_s
             before, since_s = state, at_s
-        transfers = _text(facts.transfer_id)
+        transfers = [facts.transfer_id]
         if account.further_transfers:
-            transfers = ",".join((transfers, *map(_text, account.further_transfers)))
-        code, trace, status, decision = account.code, account.trace_context, account.status, account.decision
-        prompt, cached, completion = account.prompt_tokens, account.cached_tokens, account.completion_tokens
-        ended_s = account.ended_s
+            transfers += account.further_transfers
+        code, decision, ended_s = account.code, account.decision, account.ended_s
         self._add(
-            _LINE
-            % (
-                self._time(ended_s),
-                ended_s % 1 * 1000,
-                _text(facts.request_id),
-                transfers,
-                _text(facts.tenant[:_WORD]),
-                _model(facts.model),
-                self._path(account.endpoint),
-                "true" if account.stream else "false",
-                life.outcome,
-                "null" if status is None else status,
-                "null" if code is None else _text(code[:_WORD]),
-                ",".join([_text(instance.id) for instance in account.route]),
-                spent["queued"] * 1000,
-                spent["prefill"] * 1000,
-                spent["result"] * 1000,
-                spent["decode"] * 1000,
-                spent["first_byte"] * 1000,
-                (since_s - begun_s) * 1000,
-                "null" if prompt is None else prompt,
-                "null" if decision is None else decision.expected.cached_tokens,
-                "null" if cached is None else cached,
-                "null" if completion is None else completion,
-                account.retries,
-                account.answer_bytes,
-                _trace(trace),
-            )
+            self._second_of(ended_s),
+            _MILLISECONDS[int(ended_s % 1 * 1000)],
+            facts.request_id,
+            transfers,
+            facts.tenant[:_WORD],
+            facts.model and facts.model[:_MODEL],
+            account.endpoint,
+            account.stream,
+            life.outcome,
+            account.status,
+            code and code[:_WORD],
+            [instance.id for instance in account.route],
+            spent["queued"] * 1000,
+            spent["prefill"] * 1000,
+            spent["result"] * 1000,
+            spent["decode"] * 1000,
+            spent["first_byte"] * 1000,
+            (since_s - begun_s) * 1000,
+            account.prompt_tokens,
+            None if decision is None else decision.expected.cached_tokens,
+            account.cached_tokens,
+            account.completion_tokens,
+            account.retries,
+            account.answer_bytes,
+            _trace(account.trace_context),
         )
 
     def refused(self, refusal: RefusedRequest) -> None:
         """See `kvparams_proxy.telemetry.request_record.RecordReader`."""
-        error = refusal.error
-        outcome = "refused" if error.status < 500 else "failed"
-        identity = (_text(refusal.request_id), "", _text(refusal.tenant[:_WORD]), _model(refusal.model))
-        path = self._path(refusal.endpoint)
-        times = (0.0,) * 6
-        now = time()
-        self._add(
-            _LINE
-            % (
-                *(self._time(now), now % 1 * 1000, *identity, path, "null", outcome, error.status),
-                *(_text(error.name[:_WORD]), "", *times, *("null",) * 4, 0, 0, _trace(refusal.trace)),
-            )
-        )
+        error, now = refusal.error, time()
+        nothing: list[str] = []
+        begun = (self._second_of(now), _MILLISECONDS[int(now % 1 * 1000)], refusal.request_id, nothing)
+        asked = (refusal.tenant[:_WORD], refusal.model and refusal.model[:_MODEL], refusal.endpoint, None)
+        ended = ("refused" if error.status < 500 else "failed", error.status, error.name[:_WORD], nothing)
+        self._add(*begun, *asked, *ended, *(0.0,) * 6, *(None,) * 4, 0, 0, _trace(refusal.trace))
 
     def close(self) -> None:
         """Writes the remaining lines, for a second at most. A second call does nothing."""
@@ -137,9 +124,9 @@ class RequestLog:
             self._timer = None
         self._writer.close(_CLOSE_S)
 
-    def _add(self, line: str) -> None:
+    def _add(self, *values: object) -> None:
         lines = self._lines
-        lines.append(line)
+        lines.append(fill_line(_LINE, values))
         if len(lines) >= _FLUSH_LINES:
             self._flush()
         elif self._timer is None:
@@ -151,26 +138,16 @@ class RequestLog:
 
     def _flush(self) -> None:
         if self._lines:
-            self._writer.put("".join(self._lines).encode("ascii"), len(self._lines))
+            self._writer.put(b"".join(self._lines), len(self._lines))
             self._lines.clear()
 
-    def _path(self, endpoint: bytes) -> str:
-        text = self._paths.get(endpoint)
-        if text is None:
-            text = self._paths[endpoint] = _text(endpoint.decode("latin-1"))
-        return text
-
-    def _time(self, at_s: float) -> str:
+    def _second_of(self, at_s: float) -> bytes:
         """UTC, to the second: most lines share one."""
         second = int(at_s)
         if second != self._second:
-            self._second, self._stamp = second, strftime("%Y-%m-%dT%H:%M:%S", gmtime(second))
+            self._second, self._stamp = second, strftime("%Y-%m-%dT%H:%M:%S", gmtime(second)).encode()
         return self._stamp
 
 
-def _model(name: str | None) -> str:
-    return "null" if name is None else _text(name[:_MODEL])
-
-
-def _trace(trace: TraceContext | None) -> str:
-    return f'"{trace.trace_id:032x}"' if trace is not None and trace.sampled else "null"
+def _trace(trace: TraceContext | None) -> str | None:
+    return f"{trace.trace_id:032x}" if trace is not None and trace.sampled else None

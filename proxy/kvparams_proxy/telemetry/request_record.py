@@ -46,7 +46,7 @@ class RequestRecord:
     def __init__(
         self,
         facts: RequestFacts,
-        endpoint: bytes,
+        endpoint: str,
         stream: bool,
         life: RequestLifecycle,
         route: Sequence[Instance],
@@ -129,7 +129,7 @@ class RefusedRequest(NamedTuple):
 
     request_id: str
     """Empty where it has none yet."""
-    endpoint: bytes
+    endpoint: str
     """The path, as it is served here."""
     error: ProxyError
     tenant: str = ""

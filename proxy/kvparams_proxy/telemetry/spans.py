@@ -33,7 +33,7 @@ _WELL: Final = Status(StatusCode.UNSET)
 _BADLY: Final = Status(StatusCode.ERROR)
 _MODEL: Final = 200
 """Characters of a model's name, at most."""
-_OPERATIONS: Final = {b"/v1/completions": "text_completion", b"/v1/chat/completions": "chat"}
+_OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 
 
 class RequestSpanExporter:
@@ -73,7 +73,7 @@ class RequestSpanExporter:
                 () if visit.first_byte_s is None else (_event("first_byte", "", clock.ns(visit.first_byte_s)),),
             )
         self._export(
-            f"POST {account.endpoint.decode('latin-1')}",
+            f"POST {account.endpoint}",
             context,
             parent,
             SpanKind.SERVER,
@@ -95,7 +95,7 @@ class RequestSpanExporter:
             error.status, error.name, refusal.model
         )
         self._export(
-            f"POST {refusal.endpoint.decode('latin-1')}",
+            f"POST {refusal.endpoint}",
             context,
             parent,
             SpanKind.SERVER,
@@ -218,11 +218,11 @@ def _attributes(account: RequestRecord) -> _Values:
     }
 
 
-def _known(endpoint: bytes, request_id: str, outcome: str) -> _Values:
+def _known(endpoint: str, request_id: str, outcome: str) -> _Values:
     """Returns the attributes that every request has."""
     return {
         "http.request.method": "POST",
-        "http.route": endpoint.decode("latin-1"),
+        "http.route": endpoint,
         "gen_ai.operation.name": _OPERATIONS.get(endpoint, "generate_content"),
         "kvparams.request_id": request_id,
         "kvparams.outcome": outcome,

@@ -165,7 +165,10 @@ class ResponseCollector(BodyBuffer):
 
     __slots__ = ("_done", "_head")
 
-    def __init__(self, limit_bytes: int, done: Callable[[ResponseHead, bytes, UpstreamError | None], None]) -> None:
+    def __init__(
+        self, limit_bytes: int, done: Callable[[ResponseHead, bytes, UpstreamError | None], None] | None = None
+    ) -> None:
+        """A subclass that overrides `collected` needs no `done`."""
         self._limit = limit_bytes  # as `super().__init__` does, which costs a call for each leg
         self._first = b""
         self._rest = None
@@ -184,8 +187,14 @@ class ResponseCollector(BodyBuffer):
             self._first = data
 
     def on_done(self, error: UpstreamError | None) -> None:
-        """Passes the answer to `done`."""
-        self._done(self._head, self._first if self._rest is None else self.take(), error)
+        """Passes the answer on."""
+        raw, self._first = self._first if self._rest is None else self.take(), b""
+        self.collected(self._head, raw, error)
+
+    def collected(self, head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:
+        """Handles the end of the answer."""
+        if self._done is not None:
+            self._done(head, raw, error)
 
 
 def describe_error(error: BaseException) -> str:

@@ -150,5 +150,5 @@ class Table:
             ended.instance = leg.instance
         elif self.echoes:
             params = echoed(ended.kv_transfer_params, leg.changes.get("kv_transfer_params"))
-            ended = ended._replace(kv_transfer_params=params)
+            ended = LegResult(params)
         return ended

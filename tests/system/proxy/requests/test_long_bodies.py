@@ -67,12 +67,13 @@ def agree(
 
     found = outcome(read)
     refused = len(cast("tuple[object, ...]", found)) == 5
-    with patch.object(intake, "load_short_object", load_object):
-        assert found == outcome(read)
-        at_once = None if refused else read()
-    with patch.object(intake, "load_short_object", return_value=None):
-        assert found == outcome(read)
-        return None if at_once is None else (read(), at_once)
+    with patch.object(intake, "load_packed", return_value=None):
+        with patch.object(intake, "load_short_object", load_object):
+            assert found == outcome(read)
+            at_once = None if refused else read()
+        with patch.object(intake, "load_short_object", return_value=None):
+            assert found == outcome(read)
+            return None if at_once is None else (read(), at_once)
 
 
 def size(dice: Random) -> int:

@@ -412,7 +412,7 @@ def test_how_many_are_in_a_state(lives: list[list[int]]) -> None:
             life.enter(ways[choice % len(ways)])
         if choices and choices[-1] == 5:
             life.finish("gone")
-            metrics.ended(RequestRecord(facts, b"/v1/completions", False, life, [], None))
+            metrics.ended(RequestRecord(facts, "/v1/completions", False, life, [], None))
         now[life.state] += 1
     for state in ("queued", "prefill", "result", "decode", "first_byte"):
         assert metrics.count_in_states(state) == now[state]

@@ -108,7 +108,7 @@ def over(
         life.enter(state, who)
         at += seconds
     life.finish(outcome)
-    account = RequestRecord(RequestFacts("r", "t", None, 1, 1, None, None), b"/v1/completions", stream, life, [], None)
+    account = RequestRecord(RequestFacts("r", "t", None, 1, 1, None, None), "/v1/completions", stream, life, [], None)
     for name, value in told.items():
         setattr(account, name, value)
     metrics.ended(account)

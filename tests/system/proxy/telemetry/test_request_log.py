@@ -223,7 +223,7 @@ def account(outcome: RequestOutcome = "ok", **facts: Any) -> RequestRecord:
     route: list[Instance] = []
     known: dict[str, Any] = {"request_id": "r", "transfer_id": "t", "model": "m", "prompts": 1, "choices": 1}
     known |= {"token_ids": None, "cache_salt": None, **facts}
-    made = RequestRecord(RequestFacts(**known), b"/v1/x", True, life, route, None)
+    made = RequestRecord(RequestFacts(**known), "/v1/x", True, life, route, None)
     life.enter("queued")
     life.enter("prefill", "p")
     life.enter("result", "p")
@@ -290,7 +290,7 @@ async def test_many_lines_are_written_at_once_and_few_soon(log: Path, lines: Lin
             journal.ended(account())
         await until(lambda: raw(log).count(b"\n") == 64)  # without a timer: there were enough
         begun = time.monotonic()
-        journal.refused(RefusedRequest("r", b"/v1/x", ProxyError(401, "invalid_request_error", "no", code="k")))
+        journal.refused(RefusedRequest("r", "/v1/x", ProxyError(401, "invalid_request_error", "no", code="k")))
         assert raw(log).count(b"\n") == 64
         assert len(await lines(65)) == 65
         assert time.monotonic() - begun < 2
@@ -309,7 +309,7 @@ from kvparams_proxy.telemetry.request_record import RefusedRequest
 from kvparams_proxy.telemetry.request_log import RequestLog
 loop = asyncio.new_event_loop()
 journal = RequestLog(loop, {str(log)!r})
-journal.refused(RefusedRequest("r", b"/", ProxyError(400, "k", "m")))
+journal.refused(RefusedRequest("r", "/", ProxyError(400, "k", "m")))
 {end}
 """
     subprocess.run([sys.executable, "-c", code], check=False, timeout=30, stderr=subprocess.DEVNULL)

@@ -134,7 +134,7 @@ def lived(states: list[tuple[LifecycleState, str]], outcome: RequestOutcome, tra
     life.finish(outcome)
     facts = RequestFacts("request-1", "transfer-1", "m" * 5000, 1, 1, None, None)
     route = [Instance("p0", "b", Role.PREFILL, "http://h", "x")]
-    account = RequestRecord(facts, b"/v1/completions", True, life, route, trace)
+    account = RequestRecord(facts, "/v1/completions", True, life, route, trace)
     account.ended_s = time.time()
     return account
 
@@ -256,7 +256,7 @@ async def test_what_is_not_sampled_leaves_nothing() -> None:
 
 
 def refusal(trace: TraceContext | None, error: ProxyError) -> RefusedRequest:
-    return RefusedRequest("request-1", b"/v1/completions", error, "team-a", "m" * 5000, trace)
+    return RefusedRequest("request-1", "/v1/completions", error, "team-a", "m" * 5000, trace)
 
 
 @pytest.mark.parametrize(

@@ -327,6 +327,7 @@ def test_no_input_does_harm(raw: bytes, members: dict[str, Any], number: int) ->
     NATIVE.request_head(raw, min(max(number, 0), len(raw)))
     NATIVE.response_head(raw)
     NATIVE.read_chunks(raw, max(number, -2))
+    NATIVE.pack_numbers(b'"a":[' + raw, "a")
     spans = {name: MemberSpan(number, value % 90 - 5, value % 83) for name, value in members.items()}
     NATIVE.edit_members(raw, spans, dict.fromkeys(members, raw))
 
@@ -342,6 +343,9 @@ WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("read_chunks", (b"", -3)),
     ("read_chunks", (b"",)),
     ("edit_members", (b"{}", {})),
+    ("pack_numbers", (b"{}",)),
+    ("pack_numbers", (b"{}", b"a")),
+    ("pack_numbers", (b"{}", "\ud800")),
 ]
 
 
@@ -354,4 +358,5 @@ def test_wrong_arguments_are_errors(call: str, arguments: tuple[Any, ...]) -> No
 def test_what_is_no_bytes_or_dict_is_left_to_the_python_code() -> None:
     assert NATIVE.edit_members(bytearray(b"{}"), {}, {"a": b"1"}) is None  # pyright: ignore[reportArgumentType]
     assert NATIVE.edit_members(b"{}", {}, {"a": bytearray(b"1")}) is None  # pyright: ignore[reportArgumentType]
+    assert NATIVE.pack_numbers(bytearray(b'"a":[1]'), "a") is None  # pyright: ignore[reportArgumentType]
     assert NATIVE.member_spans(bytearray(b"{}"), {}, MemberSpan, 9) is None  # pyright: ignore[reportArgumentType]

@@ -23,7 +23,7 @@ def ended_requests(metrics: Metrics, number: int) -> Iterator[RequestRecord]:
         life.enter("decode", "d")
         life.enter("first_byte")
         life.finish("ok")
-        record = RequestRecord(FACTS, b"/v1/completions", False, life, [], None)
+        record = RequestRecord(FACTS, "/v1/completions", False, life, [], None)
         record.prompt_tokens = 7
         yield record
 

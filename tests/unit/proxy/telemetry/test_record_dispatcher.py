@@ -24,7 +24,7 @@ class Reads:
 
 def account(number: int) -> RequestRecord:
     facts = RequestFacts(f"r{number}", "t", None, 1, 1, None, None)
-    return RequestRecord(facts, b"/v1/completions", False, RequestLifecycle(time.perf_counter), [], None)
+    return RequestRecord(facts, "/v1/completions", False, RequestLifecycle(time.perf_counter), [], None)
 
 
 async def test_every_reader_reads_every_account_once_and_in_order() -> None:
@@ -42,7 +42,7 @@ async def test_what_ended_before_a_refusal_is_read_before_it() -> None:
     reader = Reads()
     ledger = RecordDispatcher(asyncio.get_running_loop(), [reader])
     ledger.ended(account(0))
-    ledger.refused(RefusedRequest("x", b"/", ProxyError(400, "invalid_request_error", "no")))
+    ledger.refused(RefusedRequest("x", "/", ProxyError(400, "invalid_request_error", "no")))
     ledger.ended(account(1))
     ledger.flush()
     ledger.flush()
