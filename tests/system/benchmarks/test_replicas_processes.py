@@ -67,7 +67,7 @@ def test_failures_and_hits_count_at_their_time_and_place() -> None:
     assert found["failed requests of other replicas"] == 1
     assert found["failed requests"] == 1
     assert found["new replicas, first 2 s: hits / one"] == 0.5
-    assert found["hits, new from 2 s to 10 s / old"] == 1.0
+    assert found["hits, new from 10 s to 20 s / old"] == 1.0
     assert found["while it is away: hits / one"] == 0.25
     assert found["10 s to 20 s after: hits / one"] == 1.0
 
