@@ -30,6 +30,7 @@ from tests.interop.vllm.tiny_model import make_model
 
 __all__ = ["TimedConnector", "main"]
 
+_ROOT: Final = Path(__file__).parents[1]
 _HOOKS: Final = (
     *("on_new_request", "get_num_new_matched_tokens", "update_state_after_alloc", "update_connector_output"),
     *("request_finished", "request_finished_all_groups", "has_pending_push_work", "has_pending_block_frees"),
@@ -159,7 +160,7 @@ def main() -> None:
                 model,
                 "--no-enable-prefix-caching",
                 transfer=json.dumps(transfer),
-                environment={"KVPARAMS_HOOK_TIMES": str(times), "PYTHONPATH": str(Path(__file__).parents[1])},
+                environment={"KVPARAMS_HOOK_TIMES": str(times), "PYTHONPATH": f"{_ROOT}{os.pathsep}{_ROOT / 'connectors'}"},
             )
             processes.wait_ready(engine, within_s=400)
             _ask(engine.url, told.prompts)

@@ -29,13 +29,12 @@ from kvparams_connectors.transfer.connector import ConnectorSettings, KVStoreCon
 from kvparams_connectors.transfer.layout import PagedKVLayout
 from kvparams_connectors.transfer.load_rate import LoadRate
 from kvparams_connectors.transfer.reports import LoadReport
+from tests.support.connectors.copying_store import CopyingStore, in_place_and_copied
 
 
-@pytest.fixture
-def store() -> Iterator[KVStore]:
-    store = MemoryStore(4 << 20, unit_bytes=4096)
-    yield store
-    store.close()
+@pytest.fixture(params=["in place", "copied"])
+def store(request: pytest.FixtureRequest) -> Iterator[KVStore]:
+    yield from in_place_and_copied(request.param, 4 << 20)
 
 
 # ---- saves
@@ -249,18 +248,13 @@ def test_the_steady_path_allocates_nothing_of_a_pages_size() -> None:
 # ---- verified on arrival
 
 
-class Announcing(MemoryStore):
+class Announcing(CopyingStore):
     """Says of which values it was asked to announce the arrival, and with `later` flips a bit when it has."""
 
     def __init__(self, later: bool) -> None:
         super().__init__(4 << 20, unit_bytes=4096)
         self.asked: list[bool] = []
         self._later = later
-
-    @property
-    def memory(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns nothing: values are got, not read in place."""
-        return None
 
     def get_blocking(self, ops: Sequence[GetOp], deadline: float) -> Results:
         self.asked += [op.on_complete is not None for op in ops]

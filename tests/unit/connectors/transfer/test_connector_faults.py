@@ -27,14 +27,13 @@ from kvparams_connectors.store import KVStore, PutOp, ResultCode
 from kvparams_connectors.stores.memory.store import MemoryStore
 from kvparams_connectors.transfer.connector import ConnectorSettings
 from kvparams_connectors.transfer.reports import LoadReport
+from tests.support.connectors.copying_store import in_place_and_copied
 from tests.support.connectors.faulty_stores import Silent, memory
 
 
-@pytest.fixture
-def store() -> Iterator[KVStore]:
-    store = MemoryStore(4 << 20, unit_bytes=4096)
-    yield store
-    store.close()
+@pytest.fixture(params=["in place", "copied"])
+def store(request: pytest.FixtureRequest) -> Iterator[KVStore]:
+    yield from in_place_and_copied(request.param, 4 << 20)
 
 
 # ---- pages that are not what was asked for

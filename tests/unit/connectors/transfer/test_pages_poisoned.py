@@ -11,21 +11,19 @@ from kvparams.pages import HEADER_BYTES, PageRefusalReason, seal
 from kvparams.params import Isolation, KVTransferParams, Transfer
 from kvparams_connectors.conformance.toy_engine import PAGE_BYTES, SPACE, block_table, make_tokens, toy_engine
 from kvparams_connectors.store import GetOp, KVStore, PutOp, ResultCode
-from kvparams_connectors.stores.memory.store import MemoryStore
 from kvparams_connectors.transfer.connector import KVStoreConnector, SequencePlan
 from kvparams_connectors.transfer.layout import PagedKVLayout
 from kvparams_connectors.transfer.reports import LoadReport
+from tests.support.connectors.copying_store import in_place_and_copied
 
 KEYS = PageAuthKeys([bytes(range(32))])
 OTHERS = PageAuthKeys([bytes(range(1, 33))])
 POISON = b"\x3f\x80\x00\x00"
 
 
-@pytest.fixture
-def store() -> Iterator[KVStore]:
-    found = MemoryStore(8 << 20, unit_bytes=4096)
-    yield found
-    found.close()
+@pytest.fixture(params=["in place", "copied"])
+def store(request: pytest.FixtureRequest) -> Iterator[KVStore]:
+    yield from in_place_and_copied(request.param, 8 << 20)
 
 
 def params(tenant: str) -> KVTransferParams:

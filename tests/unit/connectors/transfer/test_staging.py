@@ -23,6 +23,7 @@ from kvparams_connectors.transfer.connector import ConnectorSettings, KVStoreCon
 from kvparams_connectors.transfer.devices import CudaDevice
 from kvparams_connectors.transfer.layout import PagedKVLayout
 from kvparams_connectors.transfer.shard_grid import ShardGrid
+from tests.support.connectors.copying_store import CopyingStore
 from tests.support.connectors.simulated_device import SimulatedDevice
 
 SHAPE = Geometry(layers=3, kv_heads=4, k_dim=8, v_dim=8)
@@ -124,18 +125,13 @@ def test_snapshots_on_many_schedules(
     record({"schedules": rounds, "wrong": 0, "cuda": torch.cuda.is_available()})
 
 
-class Putting(MemoryStore):
+class Putting(CopyingStore):
     """Notes which values it was to tell that they go, and may forget to."""
 
     def __init__(self, *, forgetful: bool) -> None:
         super().__init__(4 << 20, unit_bytes=4096)
         self.told: list[bool] = []
         self._forgetful = forgetful
-
-    @property
-    def memory(self) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns nothing: values are put, not written in place."""
-        return None
 
     def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
         self.told += [op.before_read is not None for op in ops]
