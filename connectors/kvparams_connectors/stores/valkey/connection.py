@@ -35,7 +35,7 @@ receives, however briefly, the server has to go back to its event loop."""
 
 @dataclass(frozen=True, slots=True)
 class NativeOutcome(Generic[Answer]):
-    """What native code has done of several requests."""
+    """A `NativeOutcome` is what native code has done of several requests."""
 
     answers: list[Answer]
     """To the first requests. The next reply that is owed is that to the request behind these."""
