@@ -1,4 +1,4 @@
-"""A store in this process's memory whose values are put and got, as those of a store elsewhere."""
+"""Provides a store in this process's memory whose values are put and got, as those of a store elsewhere."""
 
 from collections.abc import Iterator
 

@@ -105,7 +105,7 @@ def test_a_payload_whose_slices_overlap_has_no_checksum() -> None:
     assert NATIVE is not None
     one, other, last = (blocks_of(1, "LHBT", seed)[:1, :1] for seed in range(3))
     payload = memoryview(bytearray(TOKENS * 2))
-    pages = [(payload, [(0, 0, TOKENS)], 0, TOKENS, None)]
+    pages: list[Any] = [(payload, [(0, 0, TOKENS)], 0, TOKENS, None)]
     assert NATIVE.gather_pages([(one, 0, 0), (last, TOKENS, 0)], pages) is not None, "the control: side by side"
     assert NATIVE.gather_pages([(one, 0, 0), (other, TOKENS // 2, 0), (last, TOKENS, 0)], pages) is None
 
