@@ -158,7 +158,10 @@ def main() -> None:
                 model,
                 "--no-enable-prefix-caching",
                 transfer=json.dumps(transfer),
-                environment={"KVPARAMS_HOOK_TIMES": str(times), "PYTHONPATH": f"{_ROOT}{os.pathsep}{_ROOT / 'connectors'}"},
+                environment={
+                    "KVPARAMS_HOOK_TIMES": str(times),
+                    "PYTHONPATH": f"{_ROOT}{os.pathsep}{_ROOT / 'connectors'}",
+                },
             )
             processes.wait_ready(engine, within_s=400)
             _ask(engine.url, told.prompts)
