@@ -36,6 +36,8 @@ _MEMBER_TTL_S: Final = 10
 _MOST_FOLLOWED: Final = 512
 """Twice as many proxies as an exchange knows: whoever may publish can invent some."""
 _FAREWELL_S: Final = 0.2
+_CANCELLATIONS: Final = 10
+"""At most, of a task that goes on after the first one."""
 _TURN_S: Final = 0.005
 """After so long the event loop does something else before the next messages are read."""
 _log: Final = logging.getLogger(__name__)
@@ -100,10 +102,14 @@ class ValkeyTransport:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_FAREWELL_S):
                     await self._sent_all.wait()
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        # The client may take a cancellation for the end of its own wait: then another one ends the task.
+        pending = set(self._tasks)
+        for _ in range(_CANCELLATIONS):
+            if not pending:
+                break
+            for task in pending:
+                task.cancel()
+            _, pending = await asyncio.wait(pending, timeout=_FAREWELL_S)
 
     async def _keep(self, run: Callable[[Any], Awaitable[None]]) -> None:
         """Runs one side, again and again: each time with a new connection."""

@@ -6,6 +6,7 @@ and the remains break the connection that asks for them. Requests that were sent
 gone. The model does one request at a time and draws which one is next.
 """
 
+import os
 import struct
 import threading
 import time
@@ -107,8 +108,16 @@ class World:
                 self.changed.notify_all()
 
 
+SILENT = os.pipe()
+"""Nobody writes into it."""
+
+
 class NoSocket:
-    """What is left of one."""
+    """What is left of one: nothing ever comes, and nobody hangs up."""
+
+    def fileno(self) -> int:
+        """Returns a descriptor for `poll`."""
+        return SILENT[0]
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: None
