@@ -130,6 +130,26 @@ async def test_a_server_that_speaks_something_else_is_tried_again(
     assert transport.problem
 
 
+async def test_a_client_that_takes_a_cancellation_for_its_own_does_not_keep_a_proxy_from_ending() -> None:
+    url = parse_share_url("valkey://127.0.0.1:1")
+    transport = ValkeyTransport(asyncio.get_running_loop(), url, 1)
+
+    begun = asyncio.Event()
+
+    async def stubborn() -> None:
+        begun.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(stubborn())
+    await begun.wait()
+    transport._tasks.append(task)  # pyright: ignore[reportPrivateUsage]
+    async with asyncio.timeout(5.0):
+        await transport.close()
+    assert task.cancelled()
+
+
 async def test_what_others_write_there_is_not_believed(
     processes: Processes, valkey: ValkeyServer, tmp_path: Path
 ) -> None:
