@@ -148,9 +148,9 @@ serve: $(READY)
 native: $(READY)
 	$(BIN)/python hatch_build.py
 
-# The C code with an address sanitizer, and one for undefined behavior.
+# The C code with an address sanitizer, which keeps freed memory for a while, and one for undefined behavior.
 asan: $(READY)
-	$(BIN)/python hatch_build.py --sanitize $(BIN)/pytest -p no:cacheprovider tests/unit/kvparams/native tests/unit/kvparams/index tests/unit/kvparams/jsontext/test_json_document.py
+	$(BIN)/python hatch_build.py --sanitize $(BIN)/pytest -p no:cacheprovider tests/unit/kvparams/native tests/unit/kvparams/index tests/unit/kvparams/jsontext/test_json_document.py -k "not memory_than"
 
 lint: $(READY)
 	$(BIN)/ruff check
