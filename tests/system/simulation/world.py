@@ -30,6 +30,7 @@ from kvparams_proxy.server.connections import ClientConnections, ConnectionLimit
 from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
 from kvparams_proxy.server.http_protocol import HTTPProtocol
 from kvparams_proxy.server.http_server import ProxyServer, ServerSettings
+from kvparams_proxy.server.request_handler import Admission
 from kvparams_proxy.sidecar.inprocess import InProcessUpstream
 from kvparams_proxy.upstream.interface import Upstream
 from kvparams_proxy.upstream.types import UpstreamLimits
@@ -490,7 +491,9 @@ class _Counted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._endpoint, name)
 
-    def handle(self, admission: Any, body: bytes, downstream: Any, also: Callable[[], object] = lambda: None) -> None:
+    def handle(
+        self, admission: Admission, body: bytes, downstream: Any, also: Callable[[], object] = lambda: None
+    ) -> None:
         """See `DirectEndpoint`."""
         world = self._world
         world.begun += 1
@@ -511,10 +514,10 @@ class _Counted:
         for prompt, ask in world.asks.items():
             if prompt.encode() in body or str(tokenize(prompt)).encode() in body:
                 known = KnownClient("key", ask.tenant, ask.priority, tenant_cache_salt(ask.tenant, None))
-                admission = admission._replace(client=known)
+                admission = replace(admission, client=known)
         self._endpoint.handle(admission, body, downstream, done)
 
-    def refuse(self, admission: Any, error: ProxyError, downstream: Any) -> None:
+    def refuse(self, admission: Admission, error: ProxyError, downstream: Any) -> None:
         """See `DirectEndpoint`."""
         self._world.refused += 1
         self._endpoint.refuse(admission, error, downstream)
