@@ -137,11 +137,17 @@ static const char *skip_container(const char *at, const char *end, int max_depth
 }
 
 static PyObject *span(newfunc make, PyTypeObject *type, Py_ssize_t start, Py_ssize_t value, Py_ssize_t end) {
-    PyObject *three = Py_BuildValue("((nnn))", start, value, end);
-    if (three == NULL)
-        return NULL;
-    PyObject *made = make(type, three, NULL);
-    Py_DECREF(three);
+    PyObject *three = PyTuple_New(3), *arguments = PyTuple_New(1), *made = NULL;
+    const Py_ssize_t positions[] = {start, value, end};
+    bool good = three != NULL && arguments != NULL;
+    for (Py_ssize_t i = 0; good && i < 3; i++) {
+        PyObject *position = PyLong_FromSsize_t(positions[i]);
+        good = position != NULL && PyTuple_SetItem(three, i, position) == 0;
+    }
+    if (good && PyTuple_SetItem(arguments, 0, Py_NewRef(three)) == 0)
+        made = make(type, arguments, NULL);
+    Py_XDECREF(arguments);
+    Py_XDECREF(three);
     return made;
 }
 

@@ -37,6 +37,13 @@ static Outcome put(Buffer *buffer, const char *text, size_t size) {
     return WRITTEN;
 }
 
+static Outcome put_char(Buffer *buffer, char c) {
+    if (buffer->size == buffer->room && !reserve(buffer, 1))
+        return FAILED;
+    buffer->at[buffer->size++] = c;
+    return WRITTEN;
+}
+
 static Outcome write_text(Buffer *buffer, PyObject *value) {
     Py_ssize_t size;
     const char *text = PyUnicode_AsUTF8AndSize(value, &size);
@@ -93,35 +100,35 @@ static Outcome write_decimal(Buffer *buffer, double number) {
 static Outcome write_value(Buffer *buffer, PyObject *value, int depth);
 
 static Outcome write_list(Buffer *buffer, PyObject *list, int depth) {
-    Outcome outcome = put(buffer, "[", 1);
+    Outcome outcome = put_char(buffer, '[');
     for (Py_ssize_t i = 0; outcome == WRITTEN && i < PyList_Size(list); i++) {
         if (i > 0)
-            outcome = put(buffer, ",", 1);
+            outcome = put_char(buffer, ',');
         if (outcome == WRITTEN)
             outcome = write_value(buffer, PyList_GetItem(list, i), depth);
     }
-    return outcome == WRITTEN ? put(buffer, "]", 1) : outcome;
+    return outcome == WRITTEN ? put_char(buffer, ']') : outcome;
 }
 
 static Outcome write_dict(Buffer *buffer, PyObject *dict, int depth) {
     PyObject *key, *value;
     Py_ssize_t position = 0;
     bool is_first = true;
-    Outcome outcome = put(buffer, "{", 1);
+    Outcome outcome = put_char(buffer, '{');
     while (outcome == WRITTEN && PyDict_Next(dict, &position, &key, &value)) {
         if (!PyUnicode_CheckExact(key))
             return NOT_ORDINARY;
         if (!is_first)
-            outcome = put(buffer, ",", 1);
+            outcome = put_char(buffer, ',');
         is_first = false;
         if (outcome == WRITTEN)
             outcome = write_text(buffer, key);
         if (outcome == WRITTEN)
-            outcome = put(buffer, ":", 1);
+            outcome = put_char(buffer, ':');
         if (outcome == WRITTEN)
             outcome = write_value(buffer, value, depth);
     }
-    return outcome == WRITTEN ? put(buffer, "}", 1) : outcome;
+    return outcome == WRITTEN ? put_char(buffer, '}') : outcome;
 }
 
 static Outcome write_value(Buffer *buffer, PyObject *value, int depth) {

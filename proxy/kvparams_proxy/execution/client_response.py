@@ -30,7 +30,6 @@ class ClientResponse(ResponseCorrector):
         endpoint: APIEndpoint,
         account: RequestRecord,
         addresses: EngineAddresses,
-        *,
         expose_route: bool,
     ) -> None:
         """Creates the response; nothing is sent yet.

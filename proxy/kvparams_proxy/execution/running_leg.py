@@ -80,11 +80,12 @@ class RunningLeg(ResponseCollector):
         """True while a long response is being parsed."""
         return self._parse is not None and not self._parse.is_finished
 
-    def collected(self, head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:
+    def on_done(self, error: UpstreamError | None) -> None:
         """Handles the end of a leg whose complete answer is wanted.
 
         A long answer is parsed before `on_answer` hears of it. A short one is handled in a batch with others.
         """
+        head, raw = self._head, self._first if self._rest is None else self.take()
         if error is None and head.status == 200 and len(raw) > LONG_RESPONSE_BYTES:
             self.read(raw, head)
         elif error is None and self._batcher is not None:

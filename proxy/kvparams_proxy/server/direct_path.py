@@ -50,7 +50,6 @@ class DirectDownstream(ResponseWriter):
         owner: ResponseConnection,
         endpoint: DirectEndpoint,
         admission: Admission,
-        *,
         keep_alive: bool,
         http_1_0: bool,
     ) -> None:

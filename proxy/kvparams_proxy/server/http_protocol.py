@@ -204,7 +204,7 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
         endpoint = self._service.endpoints.get(url)
         if endpoint is not None and method == b"POST":
             admission = endpoint.admit(headers)
-            direct = DirectDownstream(self, endpoint, admission, keep_alive=keep_alive, http_1_0=old)
+            direct = DirectDownstream(self, endpoint, admission, keep_alive, old)
             self._current = self._receiving = direct
             if admission.error is not None:
                 direct.refuse(admission.error)

@@ -99,7 +99,7 @@ class UpstreamConnectionPool:
 
     def exchange(self, request: UpstreamRequest, sink: ResponseSink, *, once: bool = False) -> UpstreamExchange:
         """Sends `request` and delivers its answer to `sink`. `once`: see `UpstreamExchange`."""
-        exchange = UpstreamExchange(self, request, sink, once=once)
+        exchange = UpstreamExchange(self, request, sink, once)
         while self._idle:
             connection = self._idle.pop()
             if connection.transport.is_closing():
