@@ -64,6 +64,15 @@ class NativeCode(Protocol):
         """
         ...
 
+    def has_form(self, members: dict[str, object], form: tuple[tuple[str, type, object], ...], /) -> bool:
+        """Returns whether an object has exactly the members of a form, in this order.
+
+        Args:
+            members: the object. Values that the form names are texts, numbers, truth values or None.
+            form: for each member its name, the type of its value, and the value, or Ellipsis where any will do.
+        """
+        ...
+
     def are_within(self, values: list[object], low: int, high: int, /) -> bool:
         """Returns whether all values are whole numbers of 64 bits from `low` to `high`, and no booleans."""
         ...

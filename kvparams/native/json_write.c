@@ -1,6 +1,5 @@
-/* Writes small JSON values as compact text, and judges lists of numbers. */
+/* Writes small JSON values as compact text. */
 #include "native.h"
-#include <limits.h>
 
 enum { MAX_DEPTH = 16, START_SIZE = 1024 };
 
@@ -51,12 +50,14 @@ static Outcome write_text(Buffer *buffer, PyObject *value) {
         PyErr_Clear();
         return NOT_ORDINARY;
     }
-    unsigned char last = buffer->is_line ? '~' : 0xff;
+    unsigned char span = buffer->is_line ? '~' - 0x20 : 0xff - 0x20;
+    bool escapes = false;
     for (Py_ssize_t i = 0; i < size; i++) {
         unsigned char c = (unsigned char)text[i];
-        if (c < 0x20 || c > last || c == '"' || c == '\\')
-            return NOT_ORDINARY;
+        escapes |= ((unsigned char)(c - 0x20) > span) | (c == '"') | (c == '\\');
     }
+    if (escapes)
+        return NOT_ORDINARY;
     if (!reserve(buffer, (size_t)size + 2))
         return FAILED;
     char *to = buffer->at + buffer->size;
@@ -203,33 +204,4 @@ PyObject *fill_line(PyObject *module, PyObject *const *args, Py_ssize_t count) {
             outcome = write_value(&buffer, PyTuple_GetItem(args[1], i), 0);
     }
     return finish(&buffer, outcome);
-}
-
-/* are_within(values: list, low: int, high: int) -> bool
- *
- * Whether all values are whole numbers from `low` to `high` that fit into 64 bits, and no booleans. */
-PyObject *are_within(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    if (!has_arguments(count, 3))
-        return NULL;
-    int below, above; /* of a bound that is beyond 64 bits */
-    long long low = PyLong_AsLongLongAndOverflow(args[1], &below), high = PyLong_AsLongLongAndOverflow(args[2], &above);
-    if (PyErr_Occurred())
-        return NULL;
-    if (below < 0)
-        low = LLONG_MIN;
-    if (above > 0)
-        high = LLONG_MAX;
-    if (!PyList_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "the first argument must be a list");
-        return NULL;
-    }
-    bool is_within = true;
-    for (Py_ssize_t i = 0; is_within && i < PyList_Size(args[0]); i++) {
-        PyObject *value = PyList_GetItem(args[0], i);
-        int overflow = 1;
-        long long number = PyLong_CheckExact(value) ? PyLong_AsLongLongAndOverflow(value, &overflow) : 0;
-        is_within = overflow == 0 && number >= low && number <= high;
-    }
-    return PyBool_FromLong(is_within);
 }

@@ -16,6 +16,7 @@ static PyMethodDef functions[] = {
     FUNCTION(find_runs),
     FUNCTION(gather_pages),
     FUNCTION(get_values),
+    FUNCTION(has_form),
     FUNCTION(hash_blocks),
     FUNCTION(link_nodes),
     FUNCTION(member_spans),

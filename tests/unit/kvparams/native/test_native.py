@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvparams.jsontext import document, editing
 from kvparams.jsontext.document import DEFAULT_LIMITS, MemberSpan, find_members
 from kvparams.native import NATIVE
+from kvparams.routing import handoff_verifier
 from tests.unit.kvparams.jsontext.test_json_document import INDENTS, OBJECTS, text
 
 if NATIVE is None:
@@ -332,6 +333,19 @@ def test_no_input_does_harm(raw: bytes, members: dict[str, Any], number: int) ->
     NATIVE.edit_members(raw, spans, dict.fromkeys(members, raw))
 
 
+SCALARS = st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["", "a", 1.0, "\u00fc"])
+MEMBERS = st.dictionaries(st.sampled_from("abc"), SCALARS | st.just([1]), max_size=3)
+
+
+@given(MEMBERS, MEMBERS, st.sets(st.sampled_from("abc")))
+def test_forms_are_those_that_the_python_code_finds(said: dict[str, Any], like: dict[str, Any], any_: set[str]) -> None:
+    form: Any = tuple((name, type(value), ... if name in any_ else value) for name, value in like.items())
+    found = NATIVE.has_form(said, form)
+    with patch.object(handoff_verifier, "NATIVE", None):
+        assert handoff_verifier._has_form(said, form) is found  # pyright: ignore[reportPrivateUsage]
+    assert NATIVE.has_form(like, form)
+
+
 WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("member_spans", (b"{}", {}, MemberSpan)),
     ("member_spans", (b"{}", {}, dict, 3)),
@@ -343,6 +357,9 @@ WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("read_chunks", (b"", -3)),
     ("read_chunks", (b"",)),
     ("edit_members", (b"{}", {})),
+    ("has_form", ({}, [])),
+    ("has_form", ({"a": 1}, (1,))),
+    ("has_form", ({"a": 1}, (("a", int),))),
     ("pack_numbers", (b"{}",)),
     ("pack_numbers", (b"{}", b"a")),
     ("pack_numbers", (b"{}", "\ud800")),
