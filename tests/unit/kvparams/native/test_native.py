@@ -339,7 +339,8 @@ MEMBERS = st.dictionaries(st.sampled_from("abc"), SCALARS | st.just([1]), max_si
 
 @given(MEMBERS, MEMBERS, st.sets(st.sampled_from("abc")))
 def test_forms_are_those_that_the_python_code_finds(said: dict[str, Any], like: dict[str, Any], any_: set[str]) -> None:
-    form: Any = tuple((name, type(value), ... if name in any_ else value) for name, value in like.items())
+    kinds: dict[str, Any] = {name: type(value) for name, value in like.items()}
+    form = tuple((name, kinds[name], ... if name in any_ else value) for name, value in like.items())
     found = NATIVE.has_form(said, form)
     with patch.object(handoff_verifier, "NATIVE", None):
         assert handoff_verifier._has_form(said, form) is found  # pyright: ignore[reportPrivateUsage]
