@@ -32,6 +32,13 @@ class NativeCode(Protocol):
         """
         ...
 
+    def find_member(self, raw: bytes, name: str, /) -> tuple[int, int, int] | None:
+        """Returns where a member of the object `raw` starts, where its value does and where that ends.
+
+        `raw` is valid JSON. None where there is no such member or more than one, and as `member_spans`.
+        """
+        ...
+
     def edit_members(
         self, raw: bytes, spans: Mapping[str, tuple[int, int, int]], changes: Mapping[str, bytes | None], /
     ) -> bytes | None:
@@ -47,8 +54,8 @@ class NativeCode(Protocol):
         """
         ...
 
-    def write_object(self, members: Mapping[str, object], /) -> bytes | None:
-        """Returns what `pydantic_core.to_json` does, for a dictionary.
+    def write_object(self, members: Mapping[str, object], is_sorted: bool, /) -> bytes | None:
+        """Returns what `pydantic_core.to_json` does, for a dictionary; with `is_sorted` in the order of the names.
 
         Returns:
             None where there is more in it than whole numbers of 64 bits, truth values, null, texts that need no

@@ -230,3 +230,48 @@ failed:
     Py_DECREF(found);
     return NULL;
 }
+
+/* find_member(raw: bytes, name: str) -> tuple[int, int, int] | None
+ *
+ * Where the member of this name starts, where its value does, and where that ends, in the text of an object that is valid
+ * JSON. None where there is no such member, or more than one, or anything is not ordinary. */
+PyObject *find_member(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    Slice name;
+    (void)module;
+    if (!has_arguments(count, 2))
+        return NULL;
+    name.at = PyUnicode_AsUTF8AndSize(args[1], &name.size);
+    if (name.at == NULL)
+        return NULL;
+    if (!PyBytes_CheckExact(args[0]))
+        Py_RETURN_NONE;
+    const char *raw = PyBytes_AsString(args[0]), *end = raw + PyBytes_Size(args[0]), *at = skip_space(raw, end);
+    Py_ssize_t found[3] = {-1, 0, 0};
+    int left = MAX_CONTAINERS;
+    if (at >= end || *at != '{')
+        Py_RETURN_NONE;
+    do { /* `at` is the brace, or the comma behind a member */
+        Slice key;
+        bool escaped;
+        const char *start = skip_space(at + 1, end), *value = read_key(start, end, &key);
+        if (value == NULL)
+            Py_RETURN_NONE;
+        if (*value == '{' || *value == '[')
+            at = skip_container(value, end, MAX_DEPTH, &left);
+        else
+            at = *value == '"' ? skip_string(value, end, &escaped) : skip_scalar(value, end);
+        if (at == NULL)
+            Py_RETURN_NONE;
+        if (key.size == name.size && memcmp(key.at, name.at, (size_t)key.size) == 0) {
+            if (found[0] >= 0)
+                Py_RETURN_NONE;
+            found[0] = start - raw;
+            found[1] = value - raw;
+            found[2] = at - raw;
+        }
+        at = skip_space(at, end);
+    } while (at < end && *at == ',');
+    if (found[0] < 0 || at >= end || *at != '}')
+        Py_RETURN_NONE;
+    return Py_BuildValue("(nnn)", found[0], found[1], found[2]);
+}

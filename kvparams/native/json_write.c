@@ -7,7 +7,8 @@ enum { MAX_DEPTH = 16, START_SIZE = 1024 };
 typedef struct {
     char *at;
     size_t size, room;
-    bool is_line; /* of ASCII alone, with numbers of one decimal, and bytes that are JSON already */
+    bool is_line;   /* of ASCII alone, with numbers of one decimal, and bytes that are JSON already */
+    bool is_sorted; /* whether members stand in the order of their names */
 } Buffer;
 
 /* What has become of a value. */
@@ -111,23 +112,46 @@ static Outcome write_list(Buffer *buffer, PyObject *list, int depth) {
     return outcome == WRITTEN ? put_char(buffer, ']') : outcome;
 }
 
+static Outcome write_member(Buffer *buffer, PyObject *key, PyObject *value, bool is_first, int depth) {
+    Outcome outcome = is_first ? WRITTEN : put_char(buffer, ',');
+    if (!PyUnicode_CheckExact(key))
+        return NOT_ORDINARY;
+    if (outcome == WRITTEN)
+        outcome = write_text(buffer, key);
+    if (outcome == WRITTEN)
+        outcome = put_char(buffer, ':');
+    return outcome == WRITTEN ? write_value(buffer, value, depth) : outcome;
+}
+
+/* Writes the members in the order of their names, which are compared by their code points. */
+static Outcome write_sorted(Buffer *buffer, PyObject *dict, int depth) {
+    PyObject *keys = PyDict_Keys(dict);
+    Outcome outcome = WRITTEN;
+    if (keys == NULL)
+        return FAILED;
+    for (Py_ssize_t i = 0; outcome == WRITTEN && i < PyList_Size(keys); i++)
+        if (!PyUnicode_CheckExact(PyList_GetItem(keys, i)))
+            outcome = NOT_ORDINARY;
+    if (outcome == WRITTEN && PyList_Sort(keys) < 0)
+        outcome = FAILED;
+    for (Py_ssize_t i = 0; outcome == WRITTEN && i < PyList_Size(keys); i++) {
+        PyObject *key = PyList_GetItem(keys, i), *value = PyDict_GetItemWithError(dict, key);
+        outcome = value == NULL ? FAILED : write_member(buffer, key, value, i == 0, depth);
+    }
+    Py_DECREF(keys);
+    return outcome;
+}
+
 static Outcome write_dict(Buffer *buffer, PyObject *dict, int depth) {
     PyObject *key, *value;
     Py_ssize_t position = 0;
     bool is_first = true;
     Outcome outcome = put_char(buffer, '{');
-    while (outcome == WRITTEN && PyDict_Next(dict, &position, &key, &value)) {
-        if (!PyUnicode_CheckExact(key))
-            return NOT_ORDINARY;
-        if (!is_first)
-            outcome = put_char(buffer, ',');
+    if (outcome == WRITTEN && buffer->is_sorted)
+        outcome = write_sorted(buffer, dict, depth);
+    while (outcome == WRITTEN && !buffer->is_sorted && PyDict_Next(dict, &position, &key, &value)) {
+        outcome = write_member(buffer, key, value, is_first, depth);
         is_first = false;
-        if (outcome == WRITTEN)
-            outcome = write_text(buffer, key);
-        if (outcome == WRITTEN)
-            outcome = put_char(buffer, ':');
-        if (outcome == WRITTEN)
-            outcome = write_value(buffer, value, depth);
     }
     return outcome == WRITTEN ? put_char(buffer, '}') : outcome;
 }
@@ -165,15 +189,16 @@ static PyObject *finish(Buffer *buffer, Outcome outcome) {
     return made;
 }
 
-/* write_object(members: dict) -> bytes | None
+/* write_object(members: dict, is_sorted: bool) -> bytes | None
  *
- * As `pydantic_core.to_json`. None where a text needs escapes, a number is not whole or has more than 64 bits, or there
+ * As `pydantic_core.to_json`, with members in their order or in that of their names. None where a text needs escapes, a number is not whole or has more than 64 bits, or there
  * is something else in it. */
 PyObject *write_object(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     Buffer buffer = {0};
     (void)module;
-    if (!has_arguments(count, 1))
+    if (!has_arguments(count, 2))
         return NULL;
+    buffer.is_sorted = args[1] == Py_True;
     return finish(&buffer, PyDict_CheckExact(args[0]) ? write_dict(&buffer, args[0], 0) : NOT_ORDINARY);
 }
 

@@ -280,6 +280,10 @@ def test_members_are_where_the_python_code_finds_them(
         assert found == spans
         assert list(found) == list(spans)
         assert all(type(span) is MemberSpan for span in found.values())
+    for name in [*document_, "new"]:
+        place = NATIVE.find_member(raw, name)
+        assert place is None or place == spans[name]
+        assert place is not None or found is None or name not in document_
     names = [*spans, "new", "other"]
     changes = data.draw(st.dictionaries(st.sampled_from(names), st.none() | VALUES, max_size=4))
     changes = {name: value for name, value in changes.items() if re.fullmatch(r"[a-z]+", name)}
@@ -289,6 +293,13 @@ def test_members_are_where_the_python_code_finds_them(
     assert edited in (None, expected)
     if not any(value is None and name in spans for name, value in changes.items()):
         assert edited is not None
+
+
+@pytest.mark.parametrize("raw", [b'{"a":1,"a":2}', b'{"\\u0061":1}', b'{"b":1}', b"{}", b"[]", b"", b'{"a":1', b'{"a"'])
+def test_a_member_that_is_not_plainly_there_is_not_found(raw: bytes) -> None:
+    assert NATIVE.find_member(raw, "a") is None
+    assert NATIVE.find_member(bytearray(b'{"a":1}'), "a") is None  # pyright: ignore[reportArgumentType]
+    assert NATIVE.find_member(b' {"b":[{"a":[]}] , "a" : "}" } ', "a") == (19, 25, 28)
 
 
 @pytest.mark.parametrize(
@@ -325,6 +336,8 @@ def test_the_depth_that_is_allowed_holds() -> None:
 def test_no_input_does_harm(raw: bytes, members: dict[str, Any], number: int) -> None:
     """Also where the text is not what was parsed: under an address sanitizer this reads nothing that is not there."""
     NATIVE.member_spans(raw, members, MemberSpan, number)
+    for name in members:
+        NATIVE.find_member(raw, name)
     NATIVE.request_head(raw, min(max(number, 0), len(raw)))
     NATIVE.response_head(raw)
     NATIVE.read_chunks(raw, max(number, -2))
@@ -358,6 +371,8 @@ WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("read_chunks", (b"", -3)),
     ("read_chunks", (b"",)),
     ("edit_members", (b"{}", {})),
+    ("find_member", (b"{}",)),
+    ("find_member", (b"{}", b"a")),
     ("has_form", ({}, [])),
     ("has_form", ({"a": 1}, (1,))),
     ("has_form", ({"a": 1}, (("a", int),))),
