@@ -39,6 +39,10 @@ class NativeCode(Protocol):
         """
         ...
 
+    def find_words(self, raw: bytes, words: tuple[bytes, ...], at: int, /) -> list[int]:
+        """Returns for each word where it stands first, from `at` on, or -1."""
+        ...
+
     def edit_members(
         self, raw: bytes, spans: Mapping[str, tuple[int, int, int]], changes: Mapping[str, bytes | None], /
     ) -> bytes | None:

@@ -15,6 +15,7 @@ static PyMethodDef functions[] = {
     FUNCTION(find_member),
     FUNCTION(find_nodes),
     FUNCTION(find_runs),
+    FUNCTION(find_words),
     FUNCTION(gather_pages),
     FUNCTION(get_values),
     FUNCTION(has_form),

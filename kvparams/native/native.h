@@ -18,6 +18,7 @@ typedef struct {
 
 /* The functions of the module; each source file says what they do. */
 PyObject *member_spans(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *find_words(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *find_member(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *edit_members(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pack_numbers(PyObject *module, PyObject *const *args, Py_ssize_t count);

@@ -360,6 +360,16 @@ def test_forms_are_those_that_the_python_code_finds(said: dict[str, Any], like: 
     assert NATIVE.has_form(like, form)
 
 
+@given(
+    st.binary(max_size=40),
+    st.lists(st.sampled_from([b"a", b"ab", b"b\0", b'"x"', b"aaa"]), max_size=4),
+    st.integers(0, 50),
+)
+def test_words_are_found_where_python_finds_them(raw: bytes, words: list[bytes], at: int) -> None:
+    text = b'ab"x"'.join([raw, raw[:3]])
+    assert NATIVE.find_words(text, tuple(words), at) == [text.find(word, at) for word in words]
+
+
 WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("member_spans", (b"{}", {}, MemberSpan)),
     ("member_spans", (b"{}", {}, dict, 3)),
@@ -371,6 +381,9 @@ WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("read_chunks", (b"", -3)),
     ("read_chunks", (b"",)),
     ("edit_members", (b"{}", {})),
+    ("find_words", (b"", [b"a"], 0)),
+    ("find_words", (b"", ("a",), 0)),
+    ("find_words", (b"", (b"a",), -1)),
     ("find_member", (b"{}",)),
     ("find_member", (b"{}", b"a")),
     ("has_form", ({}, [])),
