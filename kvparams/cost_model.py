@@ -46,7 +46,7 @@ def leg_features(new: int, context: int) -> tuple[float, float, float]:
 
 
 def _together(amounts: Sequence[float], features: Sequence[float]) -> float:
-    return sum(amount * feature for amount, feature in zip(amounts, features, strict=True))
+    return sum(map(mul, amounts, features))
 
 
 class FleetCostPrior:
@@ -115,35 +115,46 @@ class _LeastSquaresFit:
 
     def _fitted(self) -> tuple[float, ...]:
         """Whatever would be less than it may be is left out, the worst first, and is that."""
-        guess = self._guess
+        guess, products = self._guess, self._products()
         least = [0.0] * len(guess)
-        least[1] = self._least()
+        least[1] = self._least(products)
         used = list(range(len(guess)))
         while True:
-            solved = self._solved(used, least)
+            solved = self._solved(products, used, least)
             over = [each - least[index] for index, each in zip(used, solved, strict=True)]
-            worst = min(range(len(used)), key=over.__getitem__)
-            if over[worst] >= 0.0 or len(used) == 1:
+            lowest = min(over)
+            if lowest >= 0.0 or len(used) == 1:
                 for index, amount in zip(used, solved, strict=True):
                     least[index] = max(least[index], amount)
                 return tuple(map(mul, least, guess))
-            del used[worst]
+            del used[over.index(lowest)]
 
-    def _least(self) -> float:
+    def _products(self) -> list[list[float]]:
+        """Returns the moments in units of the guess, on both sides of the diagonal."""
+        guess, moments = self._guess, self._moments
+        return [
+            [(moments[i][j] if i <= j else moments[j][i]) * guess[i] * guess[j] for j in range(len(guess))]
+            for i in range(len(guess))
+        ]
+
+    def _least(self, products: Sequence[Sequence[float]]) -> float:
         """Returns the lower bound of the cost of a token, in units of the guess.
 
         It is the cost at which the guess fits all observations, as far as those do not tell tokens from the rest.
         Lengths that differ do.
         """
         guess, moments, doubt = self._guess, self._moments, max(_DOUBT, self.variance)
-        pairs = [(i, j) for i in range(len(guess)) for j in range(i, len(guess))]
-        size = sum((1 + (i != j)) * moments[i][j] * guess[i] * guess[j] for i, j in pairs)
+        size = 0.0
+        for i, row in enumerate(products):
+            size += row[i]
+            for j in range(i + 1, len(row)):
+                size += 2.0 * row[j]
         level = (_together(guess, self._right) + doubt) / (size + doubt)
         one, both, token = moments[0][0], moments[0][1], moments[1][1]
         told = (token - both * both / one) * guess[1] * guess[1]
         return level * doubt / (max(0.0, told) + doubt)
 
-    def _solved(self, used: Sequence[int], least: Sequence[float]) -> list[float]:
+    def _solved(self, products: Sequence[Sequence[float]], used: Sequence[int], least: Sequence[float]) -> list[float]:
         """Solves the normal equations for the amounts in `used`, with the others at their least.
 
         Values are in units of the guess. Elimination keeps pivots above 0.
@@ -152,20 +163,28 @@ class _LeastSquaresFit:
         others = [index for index in range(len(guess)) if index not in used]
         rows: list[list[float]] = []
         for place, i in enumerate(used):
-            row = [moments[min(i, j)][max(i, j)] * guess[i] * guess[j] for j in used]
+            row = [products[i][j] for j in used]
             row[place] += _DOUBT
-            rest = sum(moments[min(i, j)][max(i, j)] * guess[j] * least[j] for j in others)
-            rows.append([*row, (self._right[i] - rest) * guess[i] + _DOUBT])
+            rest = 0.0
+            for j in others:
+                rest += (moments[i][j] if i <= j else moments[j][i]) * guess[j] * least[j]
+            row.append((self._right[i] - rest) * guess[i] + _DOUBT)
+            rows.append(row)
         count = len(used)
         for place, row in enumerate(rows):
-            for below in rows[place + 1 :]:
-                factor = below[place] / row[place]
+            pivot = row[place]
+            for lower in range(place + 1, count):
+                below = rows[lower]
+                factor = below[place] / pivot
                 for column in range(place, count + 1):
                     below[column] -= factor * row[column]
         found = [0.0] * count
         for place in range(count - 1, -1, -1):
             row = rows[place]
-            found[place] = (row[count] - sum(row[j] * found[j] for j in range(place + 1, count))) / row[place]
+            known = 0.0
+            for j in range(place + 1, count):
+                known += row[j] * found[j]
+            found[place] = (row[count] - known) / row[place]
         return found
 
 

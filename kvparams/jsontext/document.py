@@ -219,6 +219,8 @@ def find_member(raw: bytes, document: Mapping[str, object], name: str) -> Member
     Raises:
         JSONTextError: it had to walk after all, and `raw` is not plain (see `loads`).
     """
+    if NATIVE is not None and (found := NATIVE.find_member(raw, name)) is not None:
+        return MemberSpan(*found)
     needle = b'"%b"' % name.encode()
     start = raw.rfind(needle)  # what is looked for tends to stand at the end
     if start > 0 and raw[start - 1] != 0x5C and raw.find(needle, 0, start) < 0 and b"\\u00" not in raw:

@@ -19,7 +19,7 @@ def write_json(members: Mapping[str, object]) -> bytes:
     Raises:
         PydanticSerializationError: it cannot be written as JSON.
     """
-    if NATIVE is not None and (text := NATIVE.write_object(members)) is not None:
+    if NATIVE is not None and (text := NATIVE.write_object(members, False)) is not None:
         return text
     return to_json(members)
 

@@ -32,6 +32,17 @@ class NativeCode(Protocol):
         """
         ...
 
+    def find_member(self, raw: bytes, name: str, /) -> tuple[int, int, int] | None:
+        """Returns where a member of the object `raw` starts, where its value does and where that ends.
+
+        `raw` is valid JSON. None where there is no such member or more than one, and as `member_spans`.
+        """
+        ...
+
+    def find_words(self, raw: bytes, words: tuple[bytes, ...], at: int, /) -> list[int]:
+        """Returns for each word where it stands first, from `at` on, or -1."""
+        ...
+
     def edit_members(
         self, raw: bytes, spans: Mapping[str, tuple[int, int, int]], changes: Mapping[str, bytes | None], /
     ) -> bytes | None:
@@ -47,8 +58,8 @@ class NativeCode(Protocol):
         """
         ...
 
-    def write_object(self, members: Mapping[str, object], /) -> bytes | None:
-        """Returns what `pydantic_core.to_json` does, for a dictionary.
+    def write_object(self, members: Mapping[str, object], is_sorted: bool, /) -> bytes | None:
+        """Returns what `pydantic_core.to_json` does, for a dictionary; with `is_sorted` in the order of the names.
 
         Returns:
             None where there is more in it than whole numbers of 64 bits, truth values, null, texts that need no
@@ -61,6 +72,15 @@ class NativeCode(Protocol):
 
         Returns:
             None where a text needs escapes, or a value is none of those that `fill_line` names.
+        """
+        ...
+
+    def has_form(self, members: dict[str, object], form: tuple[tuple[str, type, object], ...], /) -> bool:
+        """Returns whether an object has exactly the members of a form, in this order.
+
+        Args:
+            members: the object. Values that the form names are texts, numbers, truth values or None.
+            form: for each member its name, the type of its value, and the value, or Ellipsis where any will do.
         """
         ...
 

@@ -137,11 +137,17 @@ static const char *skip_container(const char *at, const char *end, int max_depth
 }
 
 static PyObject *span(newfunc make, PyTypeObject *type, Py_ssize_t start, Py_ssize_t value, Py_ssize_t end) {
-    PyObject *three = Py_BuildValue("((nnn))", start, value, end);
-    if (three == NULL)
-        return NULL;
-    PyObject *made = make(type, three, NULL);
-    Py_DECREF(three);
+    PyObject *three = PyTuple_New(3), *arguments = PyTuple_New(1), *made = NULL;
+    const Py_ssize_t positions[] = {start, value, end};
+    bool good = three != NULL && arguments != NULL;
+    for (Py_ssize_t i = 0; good && i < 3; i++) {
+        PyObject *position = PyLong_FromSsize_t(positions[i]);
+        good = position != NULL && PyTuple_SetItem(three, i, position) == 0;
+    }
+    if (good && PyTuple_SetItem(arguments, 0, Py_NewRef(three)) == 0)
+        made = make(type, arguments, NULL);
+    Py_XDECREF(arguments);
+    Py_XDECREF(three);
     return made;
 }
 
@@ -223,4 +229,49 @@ not_ordinary:
 failed:
     Py_DECREF(found);
     return NULL;
+}
+
+/* find_member(raw: bytes, name: str) -> tuple[int, int, int] | None
+ *
+ * Where the member of this name starts, where its value does, and where that ends, in the text of an object that is valid
+ * JSON. None where there is no such member, or more than one, or anything is not ordinary. */
+PyObject *find_member(PyObject *module, PyObject *const *args, Py_ssize_t count) {
+    Slice name;
+    (void)module;
+    if (!has_arguments(count, 2))
+        return NULL;
+    name.at = PyUnicode_AsUTF8AndSize(args[1], &name.size);
+    if (name.at == NULL)
+        return NULL;
+    if (!PyBytes_CheckExact(args[0]))
+        Py_RETURN_NONE;
+    const char *raw = PyBytes_AsString(args[0]), *end = raw + PyBytes_Size(args[0]), *at = skip_space(raw, end);
+    Py_ssize_t found[3] = {-1, 0, 0};
+    int left = MAX_CONTAINERS;
+    if (at >= end || *at != '{')
+        Py_RETURN_NONE;
+    do { /* `at` is the brace, or the comma behind a member */
+        Slice key;
+        bool escaped;
+        const char *start = skip_space(at + 1, end), *value = read_key(start, end, &key);
+        if (value == NULL)
+            Py_RETURN_NONE;
+        if (*value == '{' || *value == '[')
+            at = skip_container(value, end, MAX_DEPTH, &left);
+        else
+            at = *value == '"' ? skip_string(value, end, &escaped) : skip_scalar(value, end);
+        if (at == NULL)
+            Py_RETURN_NONE;
+        if (key.size == name.size && memcmp(key.at, name.at, (size_t)key.size) == 0) {
+            if (found[0] >= 0)
+                Py_RETURN_NONE;
+            found[0] = start - raw;
+            found[1] = value - raw;
+            found[2] = at - raw;
+        }
+        at = skip_space(at, end);
+    } while (at < end && *at == ',');
+    if (found[0] < 0 || at >= end || *at != '}')
+        Py_RETURN_NONE;
+    return Py_BuildValue("(nnn)", found[0], found[1], found[2]);
 }

@@ -1,6 +1,5 @@
-/* Writes small JSON values as compact text, and judges lists of numbers. */
+/* Writes small JSON values as compact text. */
 #include "native.h"
-#include <limits.h>
 
 enum { MAX_DEPTH = 16, START_SIZE = 1024 };
 
@@ -8,7 +7,8 @@ enum { MAX_DEPTH = 16, START_SIZE = 1024 };
 typedef struct {
     char *at;
     size_t size, room;
-    bool is_line; /* of ASCII alone, with numbers of one decimal, and bytes that are JSON already */
+    bool is_line;   /* of ASCII alone, with numbers of one decimal, and bytes that are JSON already */
+    bool is_sorted; /* whether members stand in the order of their names */
 } Buffer;
 
 /* What has become of a value. */
@@ -37,6 +37,13 @@ static Outcome put(Buffer *buffer, const char *text, size_t size) {
     return WRITTEN;
 }
 
+static Outcome put_char(Buffer *buffer, char c) {
+    if (buffer->size == buffer->room && !reserve(buffer, 1))
+        return FAILED;
+    buffer->at[buffer->size++] = c;
+    return WRITTEN;
+}
+
 static Outcome write_text(Buffer *buffer, PyObject *value) {
     Py_ssize_t size;
     const char *text = PyUnicode_AsUTF8AndSize(value, &size);
@@ -44,12 +51,14 @@ static Outcome write_text(Buffer *buffer, PyObject *value) {
         PyErr_Clear();
         return NOT_ORDINARY;
     }
-    unsigned char last = buffer->is_line ? '~' : 0xff;
+    unsigned char span = buffer->is_line ? '~' - 0x20 : 0xff - 0x20;
+    bool escapes = false;
     for (Py_ssize_t i = 0; i < size; i++) {
         unsigned char c = (unsigned char)text[i];
-        if (c < 0x20 || c > last || c == '"' || c == '\\')
-            return NOT_ORDINARY;
+        escapes |= ((unsigned char)(c - 0x20) > span) | (c == '"') | (c == '\\');
     }
+    if (escapes)
+        return NOT_ORDINARY;
     if (!reserve(buffer, (size_t)size + 2))
         return FAILED;
     char *to = buffer->at + buffer->size;
@@ -93,35 +102,58 @@ static Outcome write_decimal(Buffer *buffer, double number) {
 static Outcome write_value(Buffer *buffer, PyObject *value, int depth);
 
 static Outcome write_list(Buffer *buffer, PyObject *list, int depth) {
-    Outcome outcome = put(buffer, "[", 1);
+    Outcome outcome = put_char(buffer, '[');
     for (Py_ssize_t i = 0; outcome == WRITTEN && i < PyList_Size(list); i++) {
         if (i > 0)
-            outcome = put(buffer, ",", 1);
+            outcome = put_char(buffer, ',');
         if (outcome == WRITTEN)
             outcome = write_value(buffer, PyList_GetItem(list, i), depth);
     }
-    return outcome == WRITTEN ? put(buffer, "]", 1) : outcome;
+    return outcome == WRITTEN ? put_char(buffer, ']') : outcome;
+}
+
+static Outcome write_member(Buffer *buffer, PyObject *key, PyObject *value, bool is_first, int depth) {
+    Outcome outcome = is_first ? WRITTEN : put_char(buffer, ',');
+    if (!PyUnicode_CheckExact(key))
+        return NOT_ORDINARY;
+    if (outcome == WRITTEN)
+        outcome = write_text(buffer, key);
+    if (outcome == WRITTEN)
+        outcome = put_char(buffer, ':');
+    return outcome == WRITTEN ? write_value(buffer, value, depth) : outcome;
+}
+
+/* Writes the members in the order of their names, which are compared by their code points. */
+static Outcome write_sorted(Buffer *buffer, PyObject *dict, int depth) {
+    PyObject *keys = PyDict_Keys(dict);
+    Outcome outcome = WRITTEN;
+    if (keys == NULL)
+        return FAILED;
+    for (Py_ssize_t i = 0; outcome == WRITTEN && i < PyList_Size(keys); i++)
+        if (!PyUnicode_CheckExact(PyList_GetItem(keys, i)))
+            outcome = NOT_ORDINARY;
+    if (outcome == WRITTEN && PyList_Sort(keys) < 0)
+        outcome = FAILED;
+    for (Py_ssize_t i = 0; outcome == WRITTEN && i < PyList_Size(keys); i++) {
+        PyObject *key = PyList_GetItem(keys, i), *value = PyDict_GetItemWithError(dict, key);
+        outcome = value == NULL ? FAILED : write_member(buffer, key, value, i == 0, depth);
+    }
+    Py_DECREF(keys);
+    return outcome;
 }
 
 static Outcome write_dict(Buffer *buffer, PyObject *dict, int depth) {
     PyObject *key, *value;
     Py_ssize_t position = 0;
     bool is_first = true;
-    Outcome outcome = put(buffer, "{", 1);
-    while (outcome == WRITTEN && PyDict_Next(dict, &position, &key, &value)) {
-        if (!PyUnicode_CheckExact(key))
-            return NOT_ORDINARY;
-        if (!is_first)
-            outcome = put(buffer, ",", 1);
+    Outcome outcome = put_char(buffer, '{');
+    if (outcome == WRITTEN && buffer->is_sorted)
+        outcome = write_sorted(buffer, dict, depth);
+    while (outcome == WRITTEN && !buffer->is_sorted && PyDict_Next(dict, &position, &key, &value)) {
+        outcome = write_member(buffer, key, value, is_first, depth);
         is_first = false;
-        if (outcome == WRITTEN)
-            outcome = write_text(buffer, key);
-        if (outcome == WRITTEN)
-            outcome = put(buffer, ":", 1);
-        if (outcome == WRITTEN)
-            outcome = write_value(buffer, value, depth);
     }
-    return outcome == WRITTEN ? put(buffer, "}", 1) : outcome;
+    return outcome == WRITTEN ? put_char(buffer, '}') : outcome;
 }
 
 static Outcome write_value(Buffer *buffer, PyObject *value, int depth) {
@@ -157,15 +189,16 @@ static PyObject *finish(Buffer *buffer, Outcome outcome) {
     return made;
 }
 
-/* write_object(members: dict) -> bytes | None
+/* write_object(members: dict, is_sorted: bool) -> bytes | None
  *
- * As `pydantic_core.to_json`. None where a text needs escapes, a number is not whole or has more than 64 bits, or there
+ * As `pydantic_core.to_json`, with members in their order or in that of their names. None where a text needs escapes, a number is not whole or has more than 64 bits, or there
  * is something else in it. */
 PyObject *write_object(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     Buffer buffer = {0};
     (void)module;
-    if (!has_arguments(count, 1))
+    if (!has_arguments(count, 2))
         return NULL;
+    buffer.is_sorted = args[1] == Py_True;
     return finish(&buffer, PyDict_CheckExact(args[0]) ? write_dict(&buffer, args[0], 0) : NOT_ORDINARY);
 }
 
@@ -196,33 +229,4 @@ PyObject *fill_line(PyObject *module, PyObject *const *args, Py_ssize_t count) {
             outcome = write_value(&buffer, PyTuple_GetItem(args[1], i), 0);
     }
     return finish(&buffer, outcome);
-}
-
-/* are_within(values: list, low: int, high: int) -> bool
- *
- * Whether all values are whole numbers from `low` to `high` that fit into 64 bits, and no booleans. */
-PyObject *are_within(PyObject *module, PyObject *const *args, Py_ssize_t count) {
-    (void)module;
-    if (!has_arguments(count, 3))
-        return NULL;
-    int below, above; /* of a bound that is beyond 64 bits */
-    long long low = PyLong_AsLongLongAndOverflow(args[1], &below), high = PyLong_AsLongLongAndOverflow(args[2], &above);
-    if (PyErr_Occurred())
-        return NULL;
-    if (below < 0)
-        low = LLONG_MIN;
-    if (above > 0)
-        high = LLONG_MAX;
-    if (!PyList_Check(args[0])) {
-        PyErr_SetString(PyExc_TypeError, "the first argument must be a list");
-        return NULL;
-    }
-    bool is_within = true;
-    for (Py_ssize_t i = 0; is_within && i < PyList_Size(args[0]); i++) {
-        PyObject *value = PyList_GetItem(args[0], i);
-        int overflow = 1;
-        long long number = PyLong_CheckExact(value) ? PyLong_AsLongLongAndOverflow(value, &overflow) : 0;
-        is_within = overflow == 0 && number >= low && number <= high;
-    }
-    return PyBool_FromLong(is_within);
 }

@@ -18,10 +18,13 @@ typedef struct {
 
 /* The functions of the module; each source file says what they do. */
 PyObject *member_spans(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *find_words(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *find_member(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *edit_members(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *pack_numbers(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *write_object(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *fill_line(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *has_form(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *are_within(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *request_head(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *response_head(PyObject *module, PyObject *const *args, Py_ssize_t count);

@@ -19,6 +19,7 @@ from kvparams.dialects.table import AddressKind, DialectTable
 from kvparams.dialects.value_types import ObjectType, ValueType
 from kvparams.errors import Problem
 from kvparams.instances import Instance
+from kvparams.native import NATIVE
 
 __all__ = ["HANDOFF_REFUSAL_REASONS", "DeclaredAddress", "HandoffRefused", "HandoffVerifier", "parse_declared_address"]
 
@@ -138,23 +139,35 @@ class _AnswerShape(NamedTuple):
     An answer is compared with it at once, at the speed of C; otherwise each member takes its turn.
     """
 
-    names: list[str]
-    types: list[type]
-    constants: dict[str, object]
-    """Members that were good with this value."""
+    members: tuple[tuple[str, type, object], ...]
+    """The name of each member, the type of its value, and the value, or Ellipsis where that changes."""
     changing: tuple[tuple[str, ValueType], ...]
     """Members with another value each time, and the forms that they must have."""
 
+    @classmethod
+    def of(cls, said: Mapping[str, object], changing: list[tuple[str, ValueType]]) -> "_AnswerShape":
+        """Returns the shape of an answer that was found good."""
+        changes = dict(changing)
+        members = ((name, type(value), ... if name in changes else value) for name, value in said.items())
+        return cls(tuple(members), tuple(changing))
+
     def fits(self, said: Mapping[str, object]) -> bool:
         """Returns True if an answer is as good as the one that this was made of."""
-        if list(said) != self.names or list(map(type, said.values())) != self.types:
-            return False
-        if not self.constants.items() <= said.items():
+        if not _has_form(said, self.members):
             return False
         for name, form in self.changing:  # noqa: SIM110  an expression would take a generator
             if form.find_problem(said[name], (name,)) is not None:
                 return False
         return True
+
+
+def _has_form(said: Mapping[str, object], form: tuple[tuple[str, type, object], ...]) -> bool:
+    """Returns whether an answer has these members, of the same types, in this order."""
+    if NATIVE is not None and isinstance(said, dict):
+        return NATIVE.has_form(said, form)
+    if list(said) != [name for name, _, _ in form]:
+        return False
+    return all(type(said[name]) is kind and value in (..., said[name]) for name, kind, value in form)
 
 
 class _KnownKey(NamedTuple):
@@ -219,7 +232,6 @@ class HandoffVerifier:
         usual, fitting = own.usual, own.fitting
         same = 0
         new: list[tuple[str, object]] = []
-        constants: dict[str, object] = {}
         changing: list[tuple[str, ValueType]] = []
         for name, value in said.items():
             if value is None:
@@ -227,7 +239,6 @@ class HandoffVerifier:
             last = usual.get(name)
             if last is not None and last[0] == value and last[1] is type(value):
                 same += last[2]
-                constants[name] = value
             elif (form := fitting.get(name)) is None or form.find_problem(value, (name,)) is not None:
                 new.append((name, value))
             else:
@@ -237,7 +248,7 @@ class HandoffVerifier:
             own.shape = None
             self._look(instance, own, said, reached)
         elif not new:
-            own.shape = _AnswerShape(list(said), list(map(type, said.values())), constants, tuple(changing))
+            own.shape = _AnswerShape.of(said, changing)
 
     def _judge(self, instance: Instance, own: _InstanceAddresses, name: str, value: object) -> bool:
         """Returns True if the value has a permitted form and has to be searched for addresses."""

@@ -30,6 +30,8 @@ TRANSITIONS: Final[dict[LifecycleState, frozenset[LifecycleState]]] = {
 }
 """From each state, where to: `first_byte` goes back only where a stream is continued on another engine."""
 
+_ENTRIES: Final = {state: ways - {"done"} for state, ways in TRANSITIONS.items()}
+"""The same without `done`, which has a way in of its own."""
 _EXITS: Final[dict[RequestOutcome, bool | None]] = {
     "ok": True,
     "midway": True,
@@ -78,7 +80,7 @@ class RequestLifecycle:
         Raises:
             LifecycleError: no way leads there from here.
         """
-        if state not in TRANSITIONS[self.state] or state == "done":
+        if state not in _ENTRIES[self.state]:
             raise LifecycleError(f"no way leads from {self.state} to {state}")
         self.state = state
         now = self.since_s = self._now()

@@ -16,6 +16,7 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from kvparams.codec import DOCUMENT_KEY, parse
 from kvparams.errors import KVParamsError
+from kvparams.native import NATIVE
 from kvparams.params import KVTransferParams
 from kvparams.tokens import TokenPrefix
 
@@ -34,6 +35,8 @@ UNSIGNED_MEMBERS: Final = frozenset((DOCUMENT_KEY, "prompt_token_ids"))
 vLLM 0.32.0 takes away before its connectors see it (renderers/online_renderer.py); `prefix` says which it is."""
 
 _MAX_DEPTH: Final = 64
+_NATIVE_DEPTH: Final = 48
+"""Native code goes 16 levels down from here, so no value is too deep for it that is not for the Python code."""
 _LOWEST: Final = -(2**63)
 _HIGHEST: Final = 2**64 - 1
 _NAMES: Final = frozenset((str,))
@@ -144,6 +147,10 @@ def canonical_json(value: object, *path: str | int, fractions: list[float] | Non
             [canonical_json(item, *path, index, fractions=fractions) for index, item in enumerate(items)]
         )
     if kind is dict or isinstance(value, Mapping):
+        if NATIVE is not None and kind is dict and len(path) < _NATIVE_DEPTH:
+            plain = NATIVE.write_object(cast("dict[str, object]", value), True)
+            if plain is not None:
+                return plain
         if not _NAMES.issuperset(map(type, cast("Mapping[object, object]", value))):
             raise NotCanonical(path, "a member's name is a string")
         return _object(cast("Mapping[str, object]", value), path, fractions)

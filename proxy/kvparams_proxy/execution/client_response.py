@@ -30,7 +30,6 @@ class ClientResponse(ResponseCorrector):
         endpoint: APIEndpoint,
         account: RequestRecord,
         addresses: EngineAddresses,
-        *,
         expose_route: bool,
     ) -> None:
         """Creates the response; nothing is sent yet.
@@ -50,7 +49,7 @@ class ClientResponse(ResponseCorrector):
 
     def headers(self) -> bytes:
         """Returns the header lines of every response: the request id, and the route where that is shown."""
-        lines = b"x-request-id: %b\r\n" % self._account.facts.request_id.encode()
+        lines = b"x-request-id: " + self._account.facts.request_id.encode() + b"\r\n"
         if not self._expose_route:
             return lines
         lines += b"".join(b"x-kvparams-%b: %b\r\n" % (i.role.encode(), i.id.encode()) for i in self._account.route)

@@ -76,8 +76,8 @@ class EngineResponse:
         Raises:
             JSONTextError: it is not a JSON object.
         """
-        self.raise_if_invalid()
         if self._document is None:
+            self.raise_if_invalid()
             self._document = load_response(self.raw)
         return self._document
 

@@ -113,9 +113,9 @@ class Execution:
             resources, endpoint, inbound, life, account, upstream_headers, authorization
         )
         response = self._response = ClientResponse(
-            downstream, endpoint, account, resources.engine_addresses, expose_route=resources.settings.expose_route
+            downstream, endpoint, account, resources.engine_addresses, resources.settings.expose_route
         )
-        recorder = make_stream_recorder(endpoint, inbound)
+        recorder = None if inbound.document is None else make_stream_recorder(endpoint, inbound)
         self._legs = LegRunner(self, resources, context, downstream, response, recorder, route)
         self._plan = manager.legs(facts, context)
         resources.running_executions.add(self)

@@ -105,35 +105,39 @@ class LegRunner(LegSettlement):
         prefill = self._prefill = ConcurrentPrefill(pair, resources, context, self._prefill_answered, self._fail)
         self._route.append(leg.instance)
         context.life.enter("prefill", leg.instance.id)
-        prefill.exchange = context.send_leg(leg, prefill, self._recorder, once=False)
+        prefill.exchange = context.send_leg(leg, prefill, self._recorder, False)
         resources.deadlines.start(prefill, resources.settings.prefill_timeout_s)
         self.start(pair.decode)
 
     def start(self, leg: Leg) -> None:
         """Sends one leg."""
         resources, context, recorder, prefill = self._resources, self._context, self._recorder, self._prefill
-        settings = resources.settings
+        instance, answers_client = leg.instance, leg.answers_client
         if prefill is None:
-            on_answer, batcher = self._answered, resources.response_batchers[leg.instance.role]
+            on_answer, batcher = self._answered, resources.response_batchers[instance.role]
         else:
             on_answer, batcher = self._decode_answered, None
         running = self._running = RunningLeg(leg, resources, context, on_answer, self._fail, batcher)
-        self._route.append(leg.instance)
-        context.life.enter("decode" if leg.answers_client else "prefill", leg.instance.id)
+        self._route.append(instance)
+        context.life.enter("decode" if answers_client else "prefill", instance.id)
         if not leg.changes:  # it computes everything: what a prefill that broke off may have left is for nobody
             context.abandon_kv(gone=False)
         if recorder is not None and leg.resume_from is not None:
             recorder.mark_resumed()
         sink: ResponseSink = running
-        if leg.answers_client and context.inbound.stream:
+        if answers_client and context.inbound.stream:
             sink = running.relay = self._make_relay()
         if prefill is not None:  # it has the time-out until it has ended
-            running.exchange = context.send_leg(leg, sink, recorder, once=not context.has_reusable_kv(leg))
+            running.exchange = context.send_leg(leg, sink, recorder, not context.has_reusable_kv(leg))
             return
-        claims = leg.answers_client and context.claim_kv()
-        running.exchange = context.send_leg(leg, sink, recorder, once=claims)
-        limit_s = settings.decode_timeout_s if leg.answers_client else settings.prefill_timeout_s
-        if self.client_is_slow and leg.answers_client:  # the client has still to take what came before
+        settings = resources.settings
+        if not answers_client:
+            running.exchange = context.send_leg(leg, sink, recorder, False)
+            resources.deadlines.start(self._owner, settings.prefill_timeout_s)
+            return
+        running.exchange = context.send_leg(leg, sink, recorder, context.claim_kv())
+        limit_s = settings.decode_timeout_s
+        if self.client_is_slow:  # the client has still to take what came before
             running.exchange.pause()
             limit_s = settings.client_timeout_s
         resources.deadlines.start(self._owner, limit_s)

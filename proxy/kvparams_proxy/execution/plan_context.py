@@ -69,7 +69,7 @@ class PlanContext:
         self._attempts = 0
         self._weighs = False
         """Whether its plan looks at what is cached."""
-        self.leg_headers = b"x-request-id: %b\r\n%b" % (inbound.facts.request_id.encode(), upstream_headers)
+        self.leg_headers = b"x-request-id: " + inbound.facts.request_id.encode() + b"\r\n" + upstream_headers
         """Headers of every leg."""
         self.client_authorization = b"" if authorization is None else b"authorization: %b\r\n" % authorization
         """One more, for engines that have no key of their own."""
@@ -173,7 +173,7 @@ class PlanContext:
 
     # the executor's
 
-    def send_leg(self, leg: Leg, sink: ResponseSink, recorder: StreamRecorder | None, *, once: bool) -> ExchangeHandle:
+    def send_leg(self, leg: Leg, sink: ResponseSink, recorder: StreamRecorder | None, once: bool) -> ExchangeHandle:
         """Sends a leg to its instance.
 
         Args:

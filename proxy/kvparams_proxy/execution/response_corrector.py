@@ -11,6 +11,7 @@ from pydantic_core import to_json
 
 from kvparams.jsontext.document import MemberSpan, find_member, find_members
 from kvparams.jsontext.editing import edit, edit_pieces
+from kvparams.jsontext.words import find_words
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.engine_response import EngineResponse
 from kvparams_proxy.execution.response_document import embedded_error, load_response
@@ -130,8 +131,7 @@ class ResponseCorrector:
             UpstreamError: examining the events would take too long.
             UpstreamErrorResponse: one is an error; `before` it are the events that are none.
         """
-        # Nearly always. `in` would make and drop an exception for each word (CPython 3.11, Objects/bytes_methods.c).
-        if not self._closely and max(map(raw.find, _SUSPECTS)) < 0:
+        if not self._closely and max(find_words(raw, _SUSPECTS)) < 0:  # nearly always
             return raw
         ends = SSEBoundaries(raw)
         suspects: list[int] | None = None
@@ -143,7 +143,7 @@ class ResponseCorrector:
             while at < len(raw):
                 if not self._closely:
                     if suspects is None:
-                        suspects = [raw.find(word, at) for word in _SUSPECTS]
+                        suspects = find_words(raw, _SUSPECTS, at)
                     found = _next(raw, at, suspects)
                     if found < 0:
                         break

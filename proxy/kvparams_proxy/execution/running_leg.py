@@ -30,6 +30,7 @@ class RunningLeg(ResponseCollector):
     """A leg from when it is sent until the load of its instance is given back. It gathers what is no stream."""
 
     __slots__ = (
+        "_answer",
         "_batcher",
         "_began_s",
         "_context",
@@ -74,23 +75,34 @@ class RunningLeg(ResponseCollector):
         """Carries its answer to the client, where that is a stream."""
         self._parse: StepTask | None = None
         """Reads its answer, where that is long."""
+        self._answer: EngineResponse | None = None
+        """Its answer, where that is short, until it is acted on."""
 
     @property
     def is_being_read(self) -> bool:
         """True while a long response is being parsed."""
         return self._parse is not None and not self._parse.is_finished
 
-    def collected(self, head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:
+    def on_done(self, error: UpstreamError | None) -> None:
         """Handles the end of a leg whose complete answer is wanted.
 
         A long answer is parsed before `on_answer` hears of it. A short one is handled in a batch with others.
         """
+        head = self._head
+        raw, self._first = self._first if self._rest is None else self.take(), b""
         if error is None and head.status == 200 and len(raw) > LONG_RESPONSE_BYTES:
             self.read(raw, head)
         elif error is None and self._batcher is not None:
-            self._batcher.schedule(partial(self._on_answer, head, EngineResponse(raw), None))
+            self._answer = EngineResponse(raw)
+            self._batcher.schedule(self._pass_on)
         else:
             self._on_answer(head, EngineResponse(raw), error)
+
+    def _pass_on(self) -> None:
+        """Has a short answer acted on."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self._on_answer(self._head, answer, None)
 
     def read(self, raw: bytes, head: ResponseHead) -> None:
         """Reads a long answer in steps, unless the leg is given up meanwhile.

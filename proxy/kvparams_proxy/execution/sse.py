@@ -11,6 +11,7 @@ from typing import Final
 from kvparams_proxy.upstream.types import UpstreamError
 
 __all__ = [
+    "DONE",
     "ELIDED_LIST",
     "LARGE_EVENT_BYTES",
     "MAX_EVENTS_PER_TURN",
@@ -48,6 +49,7 @@ _MOST_LISTS: Final = 1024
 """Lists in one event that are looked at: a stream has one for each choice, and one for the prompt."""
 ELIDED_LIST: Final = b"[-0.0e-7]"
 """Stands for a list that was cut out: JSON that no engine writes."""
+DONE: Final = b"[DONE]"
 _DONE_HEAD: Final = 64
 """Bytes of the line of the last event before `[DONE]`, at most."""
 _FIRST_DONE: Final = re.compile(rb"data:[ \t]*+\[DONE\][ \t]*+[\r\n]")
@@ -190,11 +192,11 @@ def _members_ns(data: bytes) -> int:
     return 250 * (data.count(b"{") + data.count(b"[")) + 70 * data.count(b",")
 
 
-def done_event_end(events: bytes) -> int:
-    """Returns the position behind the event `[DONE]` in whole events, or -1 where it is not among them."""
-    at = events.find(b"[DONE]")
-    if at < 0:
-        return -1
+def done_event_end(events: bytes, at: int) -> int:
+    """Returns the position behind the event `[DONE]` in whole events, or -1 where it is not among them.
+
+    `at`: where `DONE` stands in them first.
+    """
     found = _FIRST_DONE.match(events) or _DONE.search(events, max(0, at - _DONE_HEAD))
     if found is None:
         return -1

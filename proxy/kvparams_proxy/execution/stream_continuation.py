@@ -27,6 +27,8 @@ _VALUE: Final = re.compile(
     rb'token_ids"[ \t\r\n]*:[ \t\r\n]*(?:null|\[(?:[0-9, \t\r\n]*|%b)\])([ \t\r\n]*,)?' % re.escape(ELIDED_LIST[1:-1])
 )
 """Inside a JSON string every quote is escaped, so this finds members only."""
+_OBJECT_END: Final = b"}\n\n"
+_LAST: Final = b"\n\ndata: [DONE]\n\n"
 _HIDDEN: Final = 4
 """Tokens in a row of which a chat shows nothing: more than the bytes of one character, so it is reasoning left out."""
 
@@ -137,11 +139,12 @@ class StreamRecorder:
                 raise
         ended = raw.count(b"\n\n")
         number = ended + raw.count(b"\r\n\r\n")
-        if raw.count(b"}\n\n") != ended:  # the last one, a comment, or one that was cut off
+        if raw.count(_OBJECT_END) + raw.endswith(_LAST) != ended:  # a comment, or one that was cut off
             if number > MAX_EVENTS_PER_TURN:
                 raise UpstreamError("too many events came at once that must be examined")
             for event in split_events(raw):
-                _document(event)
+                if not event.endswith(_OBJECT_END):
+                    _document(event)
         if self._unread_bytes > _UNREAD_BYTES or self._unread_events > _UNREAD_EVENTS:
             self._read_oldest(number)
         kept = raw if whole is None or len(whole) > _READ_BYTES else whole

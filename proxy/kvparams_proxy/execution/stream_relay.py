@@ -15,6 +15,7 @@ from kvparams_proxy.event_loop.clock import Clock
 from kvparams_proxy.execution.response_corrector import ResponseCorrector, require_complete_event, require_no_error
 from kvparams_proxy.execution.response_document import embedded_error, load_response
 from kvparams_proxy.execution.sse import (
+    DONE,
     LARGE_EVENT_BYTES,
     SSEBuffer,
     done_event_end,
@@ -274,7 +275,8 @@ class StreamRelay:
                 if len(events) > LARGE_EVENT_BYTES:
                     whole = events
                     events, lists = elide_token_lists(whole)
-        end = done_event_end(events) if events.find(b"[DONE]") >= 0 and self._done else -1
+        at = events.find(DONE) if self._done else -1
+        end = -1 if at < 0 else done_event_end(events, at)
         behind = b""
         if end >= 0:
             events, behind = events[:end], events[end:]

@@ -90,7 +90,7 @@ class Fleet(FleetMembers):
         member = self._members.get(instance.id)
         if member is None or member.instance is not instance:
             member = self._earlier.release(instance)
-        elif not member.own_in_flight:
+        elif member.in_flight == member.elsewhere + member.foreign:
             raise ValueError(f"{instance.id} is released more often than it was acquired")
         member.in_flight -= 1
         member.tokens -= facts.prompt_tokens

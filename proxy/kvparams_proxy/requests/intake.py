@@ -79,7 +79,6 @@ def parse_request(
     limits: JSONLimits,
     client: AuthenticatedClient | None = None,
     session: str = "",
-    *,
     keep_document: bool = False,
     keep_streamed: bool = False,
 ) -> ParsedRequest | None:
@@ -122,7 +121,6 @@ def parse_request_in_steps(
     limits: JSONLimits,
     client: AuthenticatedClient | None = None,
     session: str = "",
-    *,
     keep_document: bool = False,
     keep_streamed: bool = False,
 ) -> Generator[None, None, ParsedRequest]:
@@ -131,17 +129,7 @@ def parse_request_in_steps(
     Raises:
         ProxyError: as for `parse_request`.
     """
-    at_once = parse_request(
-        kind,
-        body,
-        request_id,
-        transfer_id,
-        limits,
-        client,
-        session,
-        keep_document=keep_document,
-        keep_streamed=keep_streamed,
-    )
+    at_once = parse_request(kind, body, request_id, transfer_id, limits, client, session, keep_document, keep_streamed)
     if at_once is not None:
         return at_once
     receiver = _receiver(kind)

@@ -48,7 +48,7 @@ class ASGIExchange(ResponseWriter):
             expects: whether the client waits for 100 Continue before it sends the body.
             bodiless: whether the response has no body: the method is HEAD.
         """
-        super().__init__(owner, keep_alive=keep_alive, http_1_0=http_1_0)
+        super().__init__(owner, keep_alive, http_1_0)
         self._body = bytearray()
         self._whole = False
         self._delivered = False

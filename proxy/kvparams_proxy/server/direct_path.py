@@ -50,11 +50,10 @@ class DirectDownstream(ResponseWriter):
         owner: ResponseConnection,
         endpoint: DirectEndpoint,
         admission: Admission,
-        *,
         keep_alive: bool,
         http_1_0: bool,
     ) -> None:
-        super().__init__(owner, keep_alive=keep_alive, http_1_0=http_1_0)
+        super().__init__(owner, keep_alive, http_1_0)
         self._endpoint = endpoint
         self._admission = admission
         self._body = RequestBody(endpoint.max_bytes, endpoint.bodies)

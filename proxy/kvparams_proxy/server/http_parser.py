@@ -20,7 +20,6 @@ from kvparams_proxy.requests.body import declared_length
 from kvparams_proxy.server.asgi_exchange import ASGIExchange
 from kvparams_proxy.server.connections import HEAD_S
 from kvparams_proxy.server.direct_path import DirectDownstream
-from kvparams_proxy.server.request_head import RequestHead
 
 __all__ = ["RequestParser", "bad_request"]
 
@@ -105,8 +104,25 @@ class RequestParser(ABC):
     # what the subclass does
 
     @abstractmethod
-    def _open(self, head: RequestHead) -> None:
-        """Begins to serve a request."""
+    def _open(
+        self,
+        method: bytes,
+        url: bytes,
+        version: str,
+        headers: list[tuple[bytes, bytes]],
+        keep_alive: bool,
+        expects: bool,
+    ) -> None:
+        """Begins to serve a request.
+
+        Args:
+            method: of the request, as are the next three.
+            url: as it stands in the request line.
+            version: of HTTP.
+            headers: their names in lower case.
+            keep_alive: whether the client wants to go on with another request.
+            expects: whether it waits for 100 Continue.
+        """
 
     @abstractmethod
     def _limit_response(self) -> None:
@@ -159,7 +175,7 @@ class RequestParser(ABC):
         self._body_left = length
         self.since_s = self._loop.time()
         try:
-            self._open(RequestHead(method, target, "1.1", headers, True, False))
+            self._open(method, target, "1.1", headers, True, False)
         except Exception:  # noqa: BLE001  a fault of the proxy: the client is told, as it is where httptools calls
             self._fail_internally()
         return end
@@ -294,8 +310,7 @@ class RequestParser(ABC):
                 return
         headers, self._headers = self._headers, []
         keep_alive = version == "1.1" and parser.should_keep_alive()
-        head = RequestHead(parser.get_method(), self._url, version, headers, keep_alive, self._expect is not None)
-        self._open(head)
+        self._open(parser.get_method(), self._url, version, headers, keep_alive, self._expect is not None)
 
     def on_body(self, body: bytes) -> None:
         """Receives a piece of the body."""

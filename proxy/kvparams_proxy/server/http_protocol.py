@@ -195,16 +195,23 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
 
     # inside
 
-    def _open(self, head: RequestHead) -> None:
+    def _open(
+        self,
+        method: bytes,
+        url: bytes,
+        version: str,
+        headers: list[tuple[bytes, bytes]],
+        keep_alive: bool,
+        expects: bool,
+    ) -> None:
         """Begins to serve a request, unless its head turns out to be wrong."""
         self.limit_s = _REQUEST_S
-        method, url, version, headers, keep_alive, expects = head
         old = version == "1.0"
         keep_alive = keep_alive and not self._leaving
         endpoint = self._service.endpoints.get(url)
         if endpoint is not None and method == b"POST":
             admission = endpoint.admit(headers)
-            direct = DirectDownstream(self, endpoint, admission, keep_alive=keep_alive, http_1_0=old)
+            direct = DirectDownstream(self, endpoint, admission, keep_alive, old)
             self._current = self._receiving = direct
             if admission.error is not None:
                 direct.refuse(admission.error)
@@ -212,6 +219,7 @@ class HTTPProtocol(PipelinedInput, asyncio.Protocol):
                 self.transport.write(CONTINUE_RESPONSE)
             return
         try:
+            head = RequestHead(method, url, version, headers)
             scope = head.asgi_scope(self.transport, self._service.state)
         except (httptools.HttpParserInvalidURLError, UnicodeError):
             self._fail(bad_request(400, "the request target is not valid"))

@@ -6,10 +6,10 @@ body is read.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypeVar, cast
+from typing import Final, cast
 
 from starlette.types import Receive, Scope, Send
 
@@ -33,7 +33,6 @@ from kvparams_proxy.tokenization.service import RoutingTokens
 
 __all__ = ["ASGIRequestHandler", "Admission", "RequestHandler", "require_client"]
 
-T = TypeVar("T")
 _log: Final = logging.getLogger(__name__)
 _BOTH: Final = (Role.AGGREGATED,)
 _HEEDED: Final = FORWARDED_HEADERS | {
@@ -157,8 +156,19 @@ class RequestHandler:
             if done is not None:
                 done()
             return
+        resources = self._resources
         try:
-            inbound = self.parse_with(parse_request, admission, body)
+            inbound = parse_request(
+                self._endpoint.kind,
+                body,
+                admission.request_id,
+                admission.transfer_id,
+                resources.settings.body,
+                admission.client,
+                admission.session_id,
+                resources.token_service is not None,
+                resources.settings.continuation,
+            )
             if inbound is None:
                 _LongBodyRead(self, admission, downstream, done).begin(body)
                 return
@@ -173,14 +183,14 @@ class RequestHandler:
         """The runner of long work."""
         return self._resources.step_runner
 
-    def parse_with(self, how: Callable[..., T], admission: Admission, body: bytes) -> T:
-        """Parses a body with `parse_request` or `parse_request_in_steps`.
+    def parse_in_steps(self, admission: Admission, body: bytes) -> Generator[None, None, ParsedRequest]:
+        """Parses a long body.
 
         Raises:
             ProxyError: it is refused.
         """
         resources = self._resources
-        return how(
+        return parse_request_in_steps(
             self._endpoint.kind,
             body,
             admission.request_id,
@@ -188,8 +198,8 @@ class RequestHandler:
             resources.settings.body,
             admission.client,
             admission.session_id,
-            keep_document=resources.token_service is not None,
-            keep_streamed=resources.settings.continuation,
+            resources.token_service is not None,
+            resources.settings.continuation,
         )
 
     def execute(
@@ -287,7 +297,7 @@ class _LongBodyRead:
     def begin(self, body: bytes) -> None:
         """Parses the body, now or later. Most are parsed within the time available in any turn of the loop."""
         generate = self._generate
-        steps = generate.parse_with(parse_request_in_steps, self._admission, body)
+        steps = generate.parse_in_steps(self._admission, body)
         work = generate.step_runner.run(steps, self._read, self._failed, at_once=len(body) < _COSTLY_BYTES)
         if not work.is_finished:
             self._work = work

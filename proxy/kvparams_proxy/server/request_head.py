@@ -17,9 +17,6 @@ class RequestHead(NamedTuple):
     url: bytes
     version: str
     headers: list[tuple[bytes, bytes]]
-    keep_alive: bool
-    expects: bool
-    """Whether the client waits for 100 Continue."""
 
     def asgi_scope(self, transport: asyncio.Transport, state: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the ASGI scope, with a copy of `state`.

@@ -46,7 +46,7 @@ class ResponseWriter:
 
     __slots__ = ("_chunked", "_pending", "_transport", "complete", "disconnected", "http_1_0", "keep_alive", "owner")
 
-    def __init__(self, owner: ResponseConnection, *, keep_alive: bool, http_1_0: bool) -> None:
+    def __init__(self, owner: ResponseConnection, keep_alive: bool, http_1_0: bool) -> None:
         self.owner = owner
         self._transport = owner.transport
         self._chunked = False
@@ -77,8 +77,8 @@ class ResponseWriter:
         else:
             framing = b"transfer-encoding: chunked\r\n"
             self._chunked = True
-        close = b"" if self.keep_alive else b"connection: close\r\n"
-        self._pending = b"%b%b%b%b\r\n" % (line, headers, framing, close)
+        end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
+        self._pending = line + headers + framing + end
         if length == 0:
             self._write(b"")
 

@@ -4,7 +4,6 @@ A request pays for additions only; labels and locks are needed only when metrics
 """
 
 from collections.abc import Iterable
-from itertools import islice
 from typing import Final, get_args
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
@@ -113,7 +112,7 @@ class Metrics(Collector):
         before, _, since_s = life.spans[0]
         tallies = self._legs_of
         last: InstanceStats | None = None
-        for state, who, at_s in islice(life.spans, 1, None):
+        for state, who, at_s in life.spans[1:]:
             spent_s = at_s - since_s
             ways[before, state].observe(spent_s)
             if who and state != "result":  # a leg on that instance begins

@@ -20,6 +20,7 @@ from kvparams_proxy.upstream.exchange import UpstreamExchange
 from kvparams_proxy.upstream.ordinary_response import OrdinaryResponse
 from kvparams_proxy.upstream.types import (
     MAX_BYTES_PER_TURN,
+    NO_HEAD,
     ResponseHead,
     ResponseSink,
     UpstreamError,
@@ -104,26 +105,24 @@ class UpstreamConnection(asyncio.Protocol):
         """What a read has brought and further turns will deliver; nothing is read meanwhile."""
         self._ordinary = None if NATIVE is None else OrdinaryResponse(NATIVE)
         self.idle_since = 0.0
-        self._reset()
-
-    def _reset(self) -> None:
-        self._head = ResponseHead()
+        self._head = NO_HEAD
         self._bodiless_bytes = 0
         """Of this answer, since a piece of its body came last; 0 where nothing has come."""
         self._head_done = False
         self._complete = False
         self._keep_alive = False
         self._pieces: list[bytes] = []
-        if self._ordinary is not None:
-            self._ordinary.is_reading = False
 
     # what the pool and the exchange call
 
     def begin(self, exchange: UpstreamExchange, sink: ResponseSink | None, request: UpstreamRequest) -> None:
-        """Sends a request; the answer goes to `sink`."""
+        """Sends a request; the answer goes to `sink`. Whatever the last answer was, it was read to its end."""
         self._exchange = exchange
         self._sink = sink
-        self._reset()
+        self._head = NO_HEAD
+        self._head_done = self._complete = self._keep_alive = False
+        self._bodiless_bytes = 0
+        self._pieces = []
         self._sent_at = self._pool.clock.coarse_time_s
         head, body = request
         if not isinstance(body, bytes):
@@ -240,9 +239,10 @@ class UpstreamConnection(asyncio.Protocol):
         if response.is_reading:
             body = response.read(data)
         else:
-            body = response.begin(data, self._head, self._pool.limits.head_bytes)
-            if body is None:
+            found = response.begin(data, self._pool.limits.head_bytes)
+            if found is None:
                 return data
+            self._head, body = found
             self._head_done = True
             self._bodiless_bytes = 1
             sink.on_head(self._head)
@@ -304,6 +304,8 @@ class UpstreamConnection(asyncio.Protocol):
         """Refuses a second answer to one request, which would be another client's."""
         if self._complete:
             self._strange = True
+        elif not self._replays:
+            self._head = ResponseHead()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keeps the few headers that matter."""
@@ -346,8 +348,6 @@ class UpstreamConnection(asyncio.Protocol):
         if self._head_done:
             self._complete = True
             self._keep_alive = self._parser.should_keep_alive()  # the parser forgets it when it returns
-        else:  # the end of a 1xx answer
-            self._head = ResponseHead()
 
     def _end(self) -> None:
         exchange, self._exchange, self._sink = self._exchange, None, None

@@ -91,7 +91,7 @@ class UpstreamConnectionPool:
                 % (path, self._authority, self._own)
             )
         size = len(body) if isinstance(body, bytes) else sum(map(len, body))
-        return b"%b%bcontent-length: %d\r\n\r\n" % (prefix, headers, size), body
+        return b"%bcontent-length: %d\r\n\r\n" % (prefix + headers, size), body
 
     def get(self, path: bytes) -> UpstreamRequest:
         """Builds a GET request."""
@@ -99,13 +99,15 @@ class UpstreamConnectionPool:
 
     def exchange(self, request: UpstreamRequest, sink: ResponseSink, *, once: bool = False) -> UpstreamExchange:
         """Sends `request` and delivers its answer to `sink`. `once`: see `UpstreamExchange`."""
-        exchange = UpstreamExchange(self, request, sink, once=once)
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.transport.is_closing():
+        exchange = UpstreamExchange(self, request, sink, once)
+        idle = self._idle
+        while idle:
+            connection = idle.pop()
+            transport = connection.transport
+            if transport.is_closing():
                 continue
             if self._loop.time() - connection.idle_since > self.limits.idle_s:
-                connection.transport.close()
+                transport.close()
                 continue
             exchange.start_on(connection)
             return exchange
@@ -191,9 +193,10 @@ class UpstreamConnectionPool:
     def put_back(self, connection: UpstreamConnection) -> None:
         """Takes back an idle connection; only the connection calls it."""
         now = connection.idle_since = self._loop.time()
-        self._idle.append(connection)
-        while now - self._idle[0].idle_since > self.limits.idle_s:
-            self._idle.popleft().transport.close()
+        idle = self._idle
+        idle.append(connection)
+        while now - idle[0].idle_since > self.limits.idle_s:
+            idle.popleft().transport.close()
 
     def forget(self, connection: UpstreamConnection) -> None:
         """Forgets a closed connection; only the connection calls it."""

@@ -45,7 +45,7 @@ class UpstreamExchange:
 
     __slots__ = ("_begun", "_connecting", "_connection", "_paused", "_pool", "_request", "_retry", "_sink")
 
-    def __init__(self, pool: ExchangeOwner, request: UpstreamRequest, sink: ResponseSink, *, once: bool) -> None:
+    def __init__(self, pool: ExchangeOwner, request: UpstreamRequest, sink: ResponseSink, once: bool) -> None:
         """`once`: never send the request twice, even where the engine has most likely not seen it."""
         self._pool = pool
         self._request = request

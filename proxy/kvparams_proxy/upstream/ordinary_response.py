@@ -51,8 +51,8 @@ class OrdinaryResponse:
         self._tail = b""
         """The beginning of a size line that is not whole."""
 
-    def begin(self, data: bytes, head: ResponseHead, head_bytes: int) -> bytes | None:
-        """Reads the beginning of an answer, fills in its head, and returns what came of the body.
+    def begin(self, data: bytes, head_bytes: int) -> tuple[ResponseHead, bytes] | None:
+        """Reads the beginning of an answer, and returns its head and what came of its body.
 
         Returns None where it is not ordinary: then nothing was read.
         """
@@ -77,11 +77,7 @@ class OrdinaryResponse:
             self._tail = b""
             self.head = data[:end]
             body = self._read_chunks(data[end:])
-        head.status = status
-        head.content_type = content_type
-        head.retry_after = retry_after
-        head.framed = True
-        return body
+        return ResponseHead(status, content_type, True, retry_after), body
 
     def read(self, data: bytes) -> bytes:
         """Reads more of an answer, and returns what came of the body."""

@@ -13,6 +13,7 @@ import httptools
 
 __all__ = [
     "MAX_BYTES_PER_TURN",
+    "NO_HEAD",
     "BodyBuffer",
     "ResponseCollector",
     "ResponseHead",
@@ -100,8 +101,8 @@ class ResponseHead:
     """As it came; empty where it did not."""
 
 
-_NONE: Final = ResponseHead()
-"""That of an answer that has not come."""
+NO_HEAD: Final = ResponseHead()
+"""That of an answer that has not come. Nobody changes it."""
 
 
 class ResponseSink(Protocol):
@@ -168,12 +169,12 @@ class ResponseCollector(BodyBuffer):
     def __init__(
         self, limit_bytes: int, done: Callable[[ResponseHead, bytes, UpstreamError | None], None] | None = None
     ) -> None:
-        """A subclass that overrides `collected` needs no `done`."""
+        """A subclass that overrides `on_done` needs no `done`."""
         self._limit = limit_bytes  # as `super().__init__` does, which costs a call for each leg
         self._first = b""
         self._rest = None
         self._done = done
-        self._head = _NONE
+        self._head = NO_HEAD
 
     def on_head(self, head: ResponseHead) -> None:
         """Keeps the head."""
@@ -187,14 +188,9 @@ class ResponseCollector(BodyBuffer):
             self._first = data
 
     def on_done(self, error: UpstreamError | None) -> None:
-        """Passes the answer on."""
-        raw, self._first = self._first if self._rest is None else self.take(), b""
-        self.collected(self._head, raw, error)
-
-    def collected(self, head: ResponseHead, raw: bytes, error: UpstreamError | None) -> None:
-        """Handles the end of the answer."""
+        """Passes the answer to `done`."""
         if self._done is not None:
-            self._done(head, raw, error)
+            self._done(self._head, self._first if self._rest is None else self.take(), error)
 
 
 def describe_error(error: BaseException) -> str:

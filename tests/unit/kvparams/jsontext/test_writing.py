@@ -61,12 +61,15 @@ def test_bytes_are_json_already() -> None:
 def test_what_native_code_writes() -> None:
     assert NATIVE is not None
     for value in ({"a": 1.5}, {"a": "\n"}, {"a": '"'}, {"a": "\\"}, {1: 2}, {"a": (1,)}, {"a": 2**63}, [1]):
-        assert NATIVE.write_object(value) is None  # pyright: ignore[reportArgumentType]
+        assert NATIVE.write_object(value, False) is None  # pyright: ignore[reportArgumentType]
+    assert NATIVE.write_object({"b": {"d": 1, "c": 2}, "a": [{"\ue000": 0, "\U00010000": 1}]}, True) == (
+        '{"a":[{"\ue000":0,"\U00010000":1}],"b":{"c":2,"d":1}}'.encode()
+    )
     nested: Any = 1
     for _ in range(17):
         nested = [nested]
-    assert NATIVE.write_object({"a": nested[0]}) is not None
-    assert NATIVE.write_object({"a": nested}) is None
+    assert NATIVE.write_object({"a": nested[0]}, True) is not None
+    assert NATIVE.write_object({"a": nested}, True) is None
     for value in ("\u00fc", "\x7f", -1.0, 1e15, float("nan"), (1,)):
         assert NATIVE.fill_line((b"", b""), (value,)) is None
     for arguments in (((b"",), (1,)), ((b"", ""), (1,)), ([b"", b""], (1,)), ((b"", b""), [1]), ((b"", b""),)):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from kvparams.jsontext import document, editing
 from kvparams.jsontext.document import DEFAULT_LIMITS, MemberSpan, find_members
 from kvparams.native import NATIVE
+from kvparams.routing import handoff_verifier
 from tests.unit.kvparams.jsontext.test_json_document import INDENTS, OBJECTS, text
 
 if NATIVE is None:
@@ -279,6 +280,10 @@ def test_members_are_where_the_python_code_finds_them(
         assert found == spans
         assert list(found) == list(spans)
         assert all(type(span) is MemberSpan for span in found.values())
+    for name in [*document_, "new"]:
+        place = NATIVE.find_member(raw, name)
+        assert place is None or place == spans[name]
+        assert place is not None or found is None or name not in document_
     names = [*spans, "new", "other"]
     changes = data.draw(st.dictionaries(st.sampled_from(names), st.none() | VALUES, max_size=4))
     changes = {name: value for name, value in changes.items() if re.fullmatch(r"[a-z]+", name)}
@@ -288,6 +293,13 @@ def test_members_are_where_the_python_code_finds_them(
     assert edited in (None, expected)
     if not any(value is None and name in spans for name, value in changes.items()):
         assert edited is not None
+
+
+@pytest.mark.parametrize("raw", [b'{"a":1,"a":2}', b'{"\\u0061":1}', b'{"b":1}', b"{}", b"[]", b"", b'{"a":1', b'{"a"'])
+def test_a_member_that_is_not_plainly_there_is_not_found(raw: bytes) -> None:
+    assert NATIVE.find_member(raw, "a") is None
+    assert NATIVE.find_member(bytearray(b'{"a":1}'), "a") is None  # pyright: ignore[reportArgumentType]
+    assert NATIVE.find_member(b' {"b":[{"a":[]}] , "a" : "}" } ', "a") == (19, 25, 28)
 
 
 @pytest.mark.parametrize(
@@ -324,12 +336,38 @@ def test_the_depth_that_is_allowed_holds() -> None:
 def test_no_input_does_harm(raw: bytes, members: dict[str, Any], number: int) -> None:
     """Also where the text is not what was parsed: under an address sanitizer this reads nothing that is not there."""
     NATIVE.member_spans(raw, members, MemberSpan, number)
+    for name in members:
+        NATIVE.find_member(raw, name)
     NATIVE.request_head(raw, min(max(number, 0), len(raw)))
     NATIVE.response_head(raw)
     NATIVE.read_chunks(raw, max(number, -2))
     NATIVE.pack_numbers(b'"a":[' + raw, "a")
     spans = {name: MemberSpan(number, value % 90 - 5, value % 83) for name, value in members.items()}
     NATIVE.edit_members(raw, spans, dict.fromkeys(members, raw))
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["", "a", 1.0, "\u00fc"])
+MEMBERS = st.dictionaries(st.sampled_from("abc"), SCALARS | st.just([1]), max_size=3)
+
+
+@given(MEMBERS, MEMBERS, st.sets(st.sampled_from("abc")))
+def test_forms_are_those_that_the_python_code_finds(said: dict[str, Any], like: dict[str, Any], any_: set[str]) -> None:
+    kinds: dict[str, Any] = {name: type(value) for name, value in like.items()}
+    form = tuple((name, kinds[name], ... if name in any_ else value) for name, value in like.items())
+    found = NATIVE.has_form(said, form)
+    with patch.object(handoff_verifier, "NATIVE", None):
+        assert handoff_verifier._has_form(said, form) is found  # pyright: ignore[reportPrivateUsage]
+    assert NATIVE.has_form(like, form)
+
+
+@given(
+    st.binary(max_size=40),
+    st.lists(st.sampled_from([b"a", b"ab", b"b\0", b'"x"', b"aaa"]), max_size=4),
+    st.integers(0, 50),
+)
+def test_words_are_found_where_python_finds_them(raw: bytes, words: list[bytes], at: int) -> None:
+    text = b'ab"x"'.join([raw, raw[:3]])
+    assert NATIVE.find_words(text, tuple(words), at) == [text.find(word, at) for word in words]
 
 
 WRONG: list[tuple[str, tuple[Any, ...]]] = [
@@ -343,6 +381,14 @@ WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("read_chunks", (b"", -3)),
     ("read_chunks", (b"",)),
     ("edit_members", (b"{}", {})),
+    ("find_words", (b"", [b"a"], 0)),
+    ("find_words", (b"", ("a",), 0)),
+    ("find_words", (b"", (b"a",), -1)),
+    ("find_member", (b"{}",)),
+    ("find_member", (b"{}", b"a")),
+    ("has_form", ({}, [])),
+    ("has_form", ({"a": 1}, (1,))),
+    ("has_form", ({"a": 1}, (("a", int),))),
     ("pack_numbers", (b"{}",)),
     ("pack_numbers", (b"{}", b"a")),
     ("pack_numbers", (b"{}", "\ud800")),
