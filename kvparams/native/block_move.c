@@ -10,7 +10,7 @@
 #include "blocks.h"
 #include "page_hash.h"
 
-enum { LINE = 64, VECTOR = 32 };
+enum { LINE = 64 };
 enum { NEAR = 32 << 10, FAR = 384 << 10 }; /* bytes to ask for ahead: at least, at most */
 
 /* Copies bytes, and asks for those at `ahead` meanwhile. */
@@ -176,7 +176,7 @@ static void stream_page_in(const Copying *copying, const Page *page) {
 /* Returns whether each row is whole cache lines. */
 static bool has_whole_rows(const Copying *copying) {
     for (Py_ssize_t at = 0; at < copying->slice_count; at++)
-        if (row_of(&copying->slices[at]) % LINE != 0)
+        if (row_of(&copying->slices[at]) % PAGE_STREAM_ALIGNMENT != 0)
             return false;
     return page_stream_is_possible();
 }
@@ -192,7 +192,7 @@ static bool fills(const Copying *copying, const Page *page) {
     return page->is_whole && filled == page->payload.len;
 }
 
-static bool is_aligned(const void *at) { return (uintptr_t)at % VECTOR == 0; }
+static bool is_aligned(const void *at) { return (uintptr_t)at % PAGE_STREAM_TARGET == 0; }
 
 /* Returns whether every row of the blocks can be written past the caches. */
 static bool has_aligned_blocks(const Copying *copying) {
@@ -201,7 +201,7 @@ static bool has_aligned_blocks(const Copying *copying) {
         if (!is_aligned(view->buf))
             return false;
         for (int axis = LAYER; axis <= TOKEN; axis++)
-            if (view->shape[axis] > 1 && view->strides[axis] % VECTOR != 0)
+            if (view->shape[axis] > 1 && view->strides[axis] % PAGE_STREAM_TARGET != 0)
                 return false;
     }
     return true;

@@ -26,9 +26,12 @@ uint64_t page_hash_copy_whole(char *to, const char *from, size_t size);
 
 /* From so many bytes on a copy goes past the caches. */
 enum { PAGE_STREAM_BYTES = 128 << 10 };
+/* What the size of a piece that goes past the caches is a multiple of, and what its target is. */
+enum { PAGE_STREAM_ALIGNMENT = 64, PAGE_STREAM_TARGET = 32 };
+/* Memory that is read one byte after the other is asked for so many bytes ahead. */
+enum { PAGE_STREAM_AHEAD = 4096 };
 
-/* A checksum of bytes that are written past the caches in several pieces. Each piece is whole cache lines, and its
- * target is aligned to 32 bytes. Only where `page_stream_is_possible`. */
+/* A checksum of bytes that are written past the caches in several pieces. Only where `page_stream_is_possible`. */
 typedef struct {
     XXH_ALIGN(32) uint64_t sums[8];
     size_t stripe, stripes; /* of 64 bytes: hashed so far, and all that will be */
