@@ -14,8 +14,14 @@ from kvparams_connectors.stores.deadline_socket import tcp_socket
 from kvparams_connectors.stores.valkey.connection import ValkeyConnection
 from kvparams_connectors.stores.valkey.resp import ErrorReply, encode_command
 from kvparams_connectors.stores.valkey.topology import ValkeyNode
+from kvparams_connectors.stores.valkey.transfer_turns import TransferTurns
 
 __all__ = ["ValkeyAccess", "ValkeyConnectionPool", "ValkeyRefusedError", "connect"]
+
+
+_UNIX_BUFFER: Final = 1 << 20
+"""Linux gives a unix socket 208 KiB, and does not enlarge that by itself: a value would wait for the server five times.
+The system may allow less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,7 @@ def _socket(node: ValkeyNode, tls: ssl.SSLContext | None, until: float) -> socke
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(max(0.001, until - time.monotonic()))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
             sock.connect(node.path)
         except BaseException:
             sock.close()
@@ -87,5 +94,12 @@ def _socket(node: ValkeyNode, tls: ssl.SSLContext | None, until: float) -> socke
 class ValkeyConnectionPool(connection_pool.ServerConnectionPool[ValkeyNode, ValkeyConnection]):
     """Idle connections by server."""
 
-    def __init__(self, access: ValkeyAccess) -> None:
+    def __init__(self, access: ValkeyAccess, turns: int = 1) -> None:
+        """Opens no connection yet.
+
+        Args:
+            access: what reaching the servers takes.
+            turns: the number of batches that transfer values at a time.
+        """
         super().__init__(lambda node, deadline: connect(node, access, deadline))
+        self.turns: Final = TransferTurns(turns)

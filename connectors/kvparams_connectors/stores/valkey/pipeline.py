@@ -217,7 +217,9 @@ class _ServerPipeline:
         """Does in native code what it is for: puts or gets up to the first reply that is out of the ordinary."""
         requests = [self._requests[index] for index in self._indexes]
         try:
-            found = put_natively(connection, requests, _WINDOW) or get_natively(connection, requests, _WINDOW)
+            turns = self._pool.turns
+            found = put_natively(connection, requests, _WINDOW, turns)
+            found = found or get_natively(connection, requests, _WINDOW, turns)
         except (ValueError, BufferError):  # a buffer was released; which one is found out one by one
             return
         if found is None:
