@@ -155,17 +155,19 @@ static void stream_page_out(const Copying *copying, Page *page, RowWalk *walk) {
     page->is_covered = true;
 }
 
-static void stream_page_in(const Copying *copying, const Page *page) {
+/* Copies a page to the blocks. `next`: the page after it, which is asked for meanwhile, or itself. */
+static void stream_page_in(const Copying *copying, const Page *page, const Page *next) {
+    const char *payload = page->payload.buf, *ahead = next->payload.buf;
     for (Py_ssize_t number = 0; number < copying->layer_count; number++) {
         const Layer *layer = &copying->layers[number];
         const Py_buffer *view = &layer->slice->view;
         Py_ssize_t row = row_of(layer->slice);
         for (Py_ssize_t head = 0; head < view->shape[HEAD]; head++) {
-            const char *from = (const char *)page->payload.buf + layer->offset + (head * page->tokens + page->skip) * row;
+            const char *from = payload + layer->offset + (head * page->tokens + page->skip) * row;
             for (Py_ssize_t at = 0; at < page->range_count; at++) {
                 char *to = start_of(layer, &page->ranges[at]) + head * view->strides[HEAD];
                 for (Py_ssize_t token = 0; token < page->ranges[at].count; token++, from += row) {
-                    page_stream_write(to, from, (size_t)row);
+                    page_stream_write(to, from, (size_t)row, ahead + (from - payload));
                     to += view->strides[TOKEN];
                 }
             }
@@ -238,7 +240,7 @@ Py_ssize_t scatter_all(const Copying *copying) {
     for (; at < copying->page_count && is_expected(&copying->pages[at]); at++) {
         const Page *page = &copying->pages[at];
         if (can_stream && page->payload.len >= PAGE_STREAM_BYTES) {
-            stream_page_in(copying, page);
+            stream_page_in(copying, page, page + (at + 1 < copying->page_count));
             continue;
         }
         for (Py_ssize_t layer = 0; layer < copying->layer_count; layer++)

@@ -44,8 +44,9 @@ void page_stream_begin(PageStream *stream, size_t size);
 void page_stream_copy(PageStream *stream, char *to, const char *from, size_t size, const char *ahead);
 /* Returns the checksum. Who is told that the bytes are there reads them from now on. */
 uint64_t page_stream_end(const PageStream *stream);
-/* Copies a piece without a checksum; `page_stream_finish` ends several of these. */
-void page_stream_write(char *to, const char *from, size_t size);
+/* Copies a piece without a checksum, and asks for as much memory at `ahead`; `page_stream_finish` ends several of
+ * these. */
+void page_stream_write(char *to, const char *from, size_t size, const char *ahead);
 void page_stream_finish(void);
 /* Brings memory that is read soon into the second cache. */
 void page_stream_ask(const char *at, size_t size);
