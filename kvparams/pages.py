@@ -301,7 +301,10 @@ def verify_detached(
 
 
 class HeaderTemplate:
-    """What the headers of pages without a tag have in common that differ in their chain and their payload only."""
+    """A `HeaderTemplate` holds what the headers of alike pages have in common.
+
+    These pages have no tag, and differ in their chain and their payload only.
+    """
 
     def __init__(self, identity: PageIdentity) -> None:
         """Takes any of these pages.
