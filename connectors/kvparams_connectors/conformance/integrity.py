@@ -4,13 +4,14 @@ Every test compares whole values; a store that mixes up, shortens or lengthens o
 """
 
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Final
 
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvparams.pages import HEADER_BYTES, verify
+from kvparams.pages import HEADER_BYTES, seal, unsealed_header, verify
 from kvparams_connectors.conformance.helpers import (
     DEADLINE_S,
     ConformanceLevel,
@@ -55,7 +56,10 @@ class IntegrityLevel(ConformanceLevel):
         assert result_codes(results) == [ResultCode.OK] * len(keys)
         assert [key for key in keys if get_one(store, key, 300)[1] != bytes(make_value(key, 300))] == []
 
-    def test_a_checksum_that_is_reported_is_that_of_the_bytes_that_were_written(self, store: KVStore) -> None:
+    @pytest.mark.parametrize("pieces", [1, 2])
+    def test_a_checksum_that_is_reported_is_that_of_the_bytes_that_were_written(
+        self, store: KVStore, pieces: int
+    ) -> None:
         """`PutOp.on_checksum` and `GetOp.on_checksum`: in place of the other reports, once, and the truth."""
         sizes = {"great": 300_000, "little": 300, "huge": min(5_000_000, store.capabilities.max_value_bytes // 4)}
         wanted = {key: make_value(key, size) for key, size in sizes.items()}
@@ -87,21 +91,42 @@ class IntegrityLevel(ConformanceLevel):
 
             return look
 
+        def cut(memory: memoryview, at: int) -> list[memoryview]:
+            return [memory] if pieces == 1 else [memory[:at], memory[at:]]
+
         puts = [
-            PutOp(key, (source[:100], source[100:]), completing(key), on_checksum=completing_hashed(key))
+            PutOp(key, cut(source, 100), completing(key), on_checksum=completing_hashed(key))
             for key, source in sources.items()
         ]
         assert store.put(puts, DEADLINE_S).result() == [Result(ResultCode.OK, size) for size in sizes.values()]
         assert sorted(reports) == sorted(("put", key) for key in sizes)
-        gets = [
-            GetOp(key, (target[:200_000], target[200_000:]), on_checksum=looking(key))
-            for key, target in targets.items()
-        ]
+        gets = [GetOp(key, cut(target, 200_000), on_checksum=looking(key)) for key, target in targets.items()]
         assert store.get(gets, DEADLINE_S).result() == [Result(ResultCode.OK, size) for size in sizes.values()]
         assert len(set(reports)) == len(reports)
         for key, size in sizes.items():
             same = targets[key][:size] == wanted[key]  # a test that fails shall not print a value
             assert same, key
+
+    @pytest.mark.parametrize("pieces", [1, 2])
+    def test_a_page_that_lacks_its_checksums_is_stored_with_them(self, store: KVStore, pieces: int) -> None:
+        """`PutOp.page_header` and `PutOp.before_read`: whoever of both writes the header, it is the right one."""
+        prompt = ConformancePrompt(16 * 5 + 3)
+        targets: dict[str, memoryview] = {}
+        puts: list[PutOp] = []
+        for key, identity in zip(prompt.keys, prompt.identities, strict=True):
+            page = memoryview(bytearray(make_sealed_page(identity)))
+            page[:HEADER_BYTES] = bytes(HEADER_BYTES)
+            assert verify(page, identity) is not None, "the page is whole before it is put"
+            buffers = [page] if pieces == 1 else [page[: HEADER_BYTES + 10], page[HEADER_BYTES + 10 :]]
+            header = unsealed_header(identity)
+            puts.append(PutOp(key, buffers, partial(seal, page, identity), page_header=header))
+            targets[key] = memoryview(bytearray(page.nbytes))
+        assert result_codes(store.put(puts, DEADLINE_S).result()) == [ResultCode.OK] * len(puts)
+        results = store.get([GetOp(key, (target,)) for key, target in targets.items()], DEADLINE_S).result()
+        assert result_codes(results) == [ResultCode.OK] * len(puts)
+        for identity, target, result in zip(prompt.identities, targets.values(), results, strict=True):
+            assert verify(target[: result.nbytes], identity) is None
+            assert target[HEADER_BYTES:] == make_sealed_page(identity)[HEADER_BYTES:]
 
     def test_pages_come_back_as_they_were_sealed_in_any_order(self, store: KVStore) -> None:
         prompt = ConformancePrompt(16 * 12 + 5)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from kvparams.pages import HEADER_BYTES, complete_header
 from kvparams_connectors.conformance import Fault, FaultyStore, Operation
 from kvparams_connectors.store import Capabilities, GetOp, KVStore, PutOp, Result, ResultCode, Results
 from kvparams_connectors.stores.memory.store import MemoryStore
@@ -87,6 +88,24 @@ class Insistent(Wrapped):
         return super().put_blocking(ops, deadline)
 
 
+class Miscounting(Wrapped):
+    """Completes pages with a checksum of other bytes."""
+
+    calls_before_read = True
+
+    def put_blocking(self, ops: Sequence[PutOp], deadline: float) -> Results:
+        return super().put_blocking([self._completed(op) for op in ops], deadline)
+
+    @staticmethod
+    def _completed(op: PutOp) -> PutOp:
+        if op.page_header is None:
+            return op
+        header = op.buffers[0][:HEADER_BYTES]
+        header[:] = op.page_header
+        complete_header(header, 1)
+        return PutOp(op.key, op.buffers)
+
+
 class Silent(Wrapped):
     """Looks whether values are there, not how large they are."""
 
@@ -158,6 +177,7 @@ STORES: dict[str, Callable[[Path], KVStore]] = {
     "fails a batch for one key": lambda _: Raising(),
     "stores what is not finished": lambda _: Forgetful(),
     "has values finished twice": lambda _: Insistent(),
+    "completes pages wrongly": lambda _: Miscounting(),
     "announces what is not there": lambda _: Hasty(),
     "announces parts that are not there": lambda _: Foretelling(),
     "announces and then fails": faulty(when("get", Fault("fail", announced=True), "small")),

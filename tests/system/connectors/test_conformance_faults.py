@@ -56,9 +56,11 @@ GOING = {
     "test_a_checksum_that_is_reported_is_that_of_the_bytes_that_were_written",
     "test_what_is_written_when_a_value_goes_is_stored_with_it",
 }
+LACKING = {"test_a_page_that_lacks_its_checksums_is_stored_with_them"}
 SHORTENED = (
     SIZES
     | GOING
+    | LACKING
     | {
         "test_a_decode_engine_reads_what_a_prefill_engine_is_still_saving",
         "test_a_page_that_is_released_while_it_is_read_is_whole_or_missing",
@@ -113,7 +115,8 @@ FAILING: dict[str, set[str]] = {
         "test_jobs_are_awaited_as_well",
         "test_the_store_is_as_fast_as_it_says",
     },
-    "mixes up a batch": {
+    "mixes up a batch": LACKING
+    | {
         "test_a_batch_has_one_result_per_key_in_its_order",
         "test_a_checksum_that_is_reported_is_that_of_the_bytes_that_were_written",
         "test_a_decode_engine_reads_what_a_prefill_engine_is_still_saving",
@@ -121,7 +124,8 @@ FAILING: dict[str, set[str]] = {
         "test_of_a_sequence_of_pages_the_tail_is_evicted_before_the_head",
         "test_pages_come_back_as_they_were_sealed_in_any_order",
     },
-    "stores what is not finished": GOING,
+    "stores what is not finished": GOING | LACKING,
+    "completes pages wrongly": LACKING,
     "has values finished twice": GOING,
     "announces what is not there": {"test_what_is_said_to_have_arrived_is_there"},
     "announces parts that are not there": {"test_what_is_said_to_have_arrived_is_there"},
