@@ -9,12 +9,12 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvparams.native import NATIVE
 from kvparams_connectors.stores import connection_pool
 from kvparams_connectors.stores.deadline_socket import tcp_socket
 from kvparams_connectors.stores.valkey.connection import ValkeyConnection
 from kvparams_connectors.stores.valkey.resp import ErrorReply, encode_command
 from kvparams_connectors.stores.valkey.topology import ValkeyNode
-from kvparams_connectors.stores.valkey.transfer_turns import TransferTurns
 
 __all__ = ["ValkeyAccess", "ValkeyConnectionPool", "ValkeyRefusedError", "connect"]
 
@@ -94,12 +94,7 @@ def _socket(node: ValkeyNode, tls: ssl.SSLContext | None, until: float) -> socke
 class ValkeyConnectionPool(connection_pool.ServerConnectionPool[ValkeyNode, ValkeyConnection]):
     """Idle connections by server."""
 
-    def __init__(self, access: ValkeyAccess, turns: int = 1) -> None:
-        """Opens no connection yet.
-
-        Args:
-            access: what reaching the servers takes.
-            turns: the number of batches that transfer values at a time.
-        """
+    def __init__(self, access: ValkeyAccess) -> None:
         super().__init__(lambda node, deadline: connect(node, access, deadline))
-        self.turns: Final = TransferTurns(turns)
+        self.is_native: Final = NATIVE is not None and access.tls is None
+        """Whether native code can use the connections."""

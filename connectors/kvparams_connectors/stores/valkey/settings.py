@@ -28,7 +28,7 @@ class ValkeySettings(StoreSettings):
     ] = None
     threads: Annotated[
         _Threads,
-        Field(description="the number of batches that are transferred at a time, each over connections of its own"),
+        Field(description="the number of batches that are worked on at a time, each over connections of its own"),
     ] = 1
     user: Annotated[_Text | None, Field(description="the name of the user; needs `password_file`")] = None
     password_file: Annotated[FilePath | None, Field(description="a file with the password")] = None

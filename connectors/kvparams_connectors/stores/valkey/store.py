@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from kvparams.native import NATIVE
 from kvparams_connectors.advice import Advice
 from kvparams_connectors.store import (
     BlockingStore,
@@ -85,8 +84,7 @@ class ValkeyStore(BlockingStore):
             tls: the files behind `access.tls`.
             prefix: precedes every key, with a colon; it separates deployments that share a server.
             ttl_s: the server deletes a value so many seconds after its put; 0: never.
-            threads: the number of batches that are transferred at a time, each over connections of its own. With native
-                code another one is made ready or looked at meanwhile.
+            threads: the number of batches that are worked on at a time, each over connections of its own.
 
         Raises:
             StoreError: the server cannot be reached, refuses the credentials, or is too old.
@@ -108,13 +106,13 @@ class ValkeyStore(BlockingStore):
         self._capabilities = Capabilities(
             persistent=True, shared=True, max_value_bytes=facts.max_value_bytes, exact_lru=False
         )
-        self._pool = ValkeyConnectionPool(access, threads)
+        self._pool = ValkeyConnectionPool(access)
         self._refreshing = threading.Lock()
         self._refreshed = time.monotonic()
         self._followed = -_REFRESH_S
         self._doubtful = False
         """Outside a cluster: the server did not answer in time."""
-        super().__init__("valkey", threads=threads + 1 if access.tls is None and NATIVE is not None else threads)
+        super().__init__("valkey", threads=threads)
 
     @property
     def capabilities(self) -> Capabilities:
