@@ -77,7 +77,7 @@ class InPlaceLoad:
             good.append(found)
         written = self._writer.write(job, good)
         if written < len(good) and not self._writer.is_over:  # its payload is not that of its header
-            page = good[written].index
+            page = good[written].number
             end = self._refusal(page, held[written * each : (written + 1) * each])
             end = end or RefusedPage(page, self._plan.keys[self._plan.parts(page).start], "flipped_payload")
         if end is not None and not self._writer.is_over:
