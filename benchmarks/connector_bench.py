@@ -117,6 +117,7 @@ class Bench:
         self._forget(self._own.keys)
         self._round += 1
         self._own = self._plan(self._round)
+        self.seal()  # a server frees what was deleted in its own time, and has as much of it as for the bare side
 
     def _plan(self, number: int) -> SequencePlan:
         return self._connector.plan([number, *range(1, self._tokens)])
@@ -239,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--block", type=int, default=16, help="tokens per block (default 16)")
     parser.add_argument("--head-unit", type=int, help="KV heads per stored part; default: all in one")
     parser.add_argument("--portion", type=int, default=8)
-    parser.add_argument("--save-portion", type=int, default=4)
+    parser.add_argument("--save-portion", type=int, default=8)
     parser.add_argument("--arena-bytes", type=int, default=64 << 20)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument(

@@ -41,11 +41,11 @@ __all__ = [
     "PAGE_REFUSAL_REASONS",
     "REASONS_USABLE_BY_OTHERS",
     "HeaderClaim",
+    "HeaderTemplate",
     "PageIdentity",
     "PageRefusal",
     "PageRefusalReason",
     "complete_header",
-    "expected_checksum",
     "page_identity",
     "read_claim",
     "seal",
@@ -99,6 +99,7 @@ _WHOLE: Final = struct.Struct(f"{HEADER_BYTES}s")
 _CHECKSUM: Final = struct.Struct("<Q")
 _CHECKED_BYTES: Final = HEADER_BYTES - _CHECKSUM.size
 _PAYLOAD_CHECKSUM_AT: Final = 40
+_CHAIN_AT: Final = 80
 _TAG_AT: Final = 152
 _UNUSED_AT: Final = 168
 _COVERED: Final = (slice(0, 40), slice(48, _TAG_AT), slice(_UNUSED_AT, _CHECKED_BYTES))
@@ -294,21 +295,45 @@ def verify_detached(
     """
     if keys is None and payload.nbytes == expected.payload_bytes:
         payload_checksum = _checksum((payload,)) if payload_checksum is None else payload_checksum
-        if expected_checksum(header, expected) == payload_checksum:
+        if HeaderTemplate(expected).expected_checksum(header, expected.chain) == payload_checksum:
             return None
     return _refusal(header, payload, expected, keys, payload_checksum)
 
 
-def expected_checksum(header: memoryview, expected: PageIdentity) -> int | None:
-    """Returns the checksum that a payload must have for the page to be `expected`, which has no tag.
+class HeaderTemplate:
+    """A `HeaderTemplate` holds what the headers of alike pages have in common.
 
-    None: the header is not that of this page; `verify_detached` says why. For callers that compute the checksum while
-    they copy the payload.
+    These pages have no tag, and differ in their chain and their payload only.
     """
-    (checksum,) = _CHECKSUM.unpack_from(header, _PAYLOAD_CHECKSUM_AT)
-    whole = bytearray(unsealed_header(expected))
-    complete_header(whole, checksum)
-    return checksum if header.tobytes() == bytes(whole) else None
+
+    def __init__(self, identity: PageIdentity) -> None:
+        """Takes any of these pages.
+
+        Args:
+            identity: of the page; its chain does not matter.
+        """
+        header = unsealed_header(identity)
+        self._front: Final = header[:_PAYLOAD_CHECKSUM_AT]
+        self._namespace: Final = header[_PAYLOAD_CHECKSUM_AT + 8 : _CHAIN_AT]
+        self._back: Final = header[_CHAIN_AT + 32 : _CHECKED_BYTES]
+
+    def expected_checksum(self, header: memoryview, chain: bytes) -> int | None:
+        """Returns the checksum that a payload must have for the page to be the one of this chain.
+
+        None: the header is not that of this page; `verify_detached` says why. For callers that compute the checksum
+        while they copy the payload.
+        """
+        raw = header.tobytes()
+        if (
+            raw[_CHAIN_AT : _CHAIN_AT + 32] != chain
+            or not raw.startswith(self._front)
+            or raw[_PAYLOAD_CHECKSUM_AT + 8 : _CHAIN_AT] != self._namespace
+            or raw[_CHAIN_AT + 32 : _CHECKED_BYTES] != self._back
+            or raw[_CHECKED_BYTES:] != _CHECKSUM.pack(xxh3_64_intdigest(raw[:_CHECKED_BYTES]))
+        ):
+            return None
+        (checksum,) = _CHECKSUM.unpack_from(raw, _PAYLOAD_CHECKSUM_AT)
+        return checksum
 
 
 def _refusal(

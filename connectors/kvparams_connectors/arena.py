@@ -5,7 +5,7 @@ nothing uses it any more: by `Job.add_settled_callback`, never at the end of a w
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import numpy as np
@@ -19,7 +19,7 @@ class Slot:
     """A `Slot` is a leased buffer."""
 
     def __init__(self, arena: "Arena", index: int, view: memoryview) -> None:
-        self._arena = arena
+        self.arena: Final = arena
         self.index: Final = index
         self.view: Final = view
         """`slot_bytes` writable bytes, aligned to 64."""
@@ -30,7 +30,7 @@ class Slot:
         Raises:
             RuntimeError: it has ended already: two owners would write over each other.
         """
-        self._arena.release(self)
+        self.arena.release(self)
 
 
 class Arena:
@@ -94,9 +94,16 @@ class Arena:
 
     def release(self, slot: Slot) -> None:
         """End the lease of `slot`; see `Slot.release`."""
+        self.release_many((slot,))
+
+    def release_many(self, slots: Iterable[Slot]) -> None:
+        """Ends the leases of several slots; see `Slot.release`."""
         with self._changed:
-            if self._leased.get(slot.index) is not slot:
-                raise RuntimeError(f"slot {slot.index} was given back twice")
-            del self._leased[slot.index]
-            self._free.append(slot.index)
-            self._changed.notify_all()  # those who wait want different numbers
+            try:
+                for slot in slots:
+                    if self._leased.get(slot.index) is not slot:
+                        raise RuntimeError(f"slot {slot.index} was given back twice")
+                    del self._leased[slot.index]
+                    self._free.append(slot.index)
+            finally:
+                self._changed.notify_all()  # those who wait want different numbers

@@ -5,27 +5,24 @@ and published, or pinned, read and unpinned.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvparams_connectors.store_operations import ResultCode
 
 __all__ = ["CreatedValue", "PinnedValue", "ValueMemory"]
 
 
-@dataclass(frozen=True, slots=True)
-class CreatedValue:
+class CreatedValue(NamedTuple):
     """A new value that nobody else can see."""
 
     key: str
     view: memoryview
     """Its bytes, to be written."""
-    value: object = field(repr=False)
+    value: object
     """What the store knows of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class PinnedValue:
+class PinnedValue(NamedTuple):
     """A value that stays where it is, whatever is put or deleted, until it is unpinned."""
 
     nbytes: int
@@ -35,7 +32,7 @@ class PinnedValue:
     """Where they are: addresses and lengths."""
     generation: int
     """Another value that was put later, under the same key or not, has another one."""
-    value: object = field(repr=False)
+    value: object
     """What the store knows of it."""
 
 

@@ -10,7 +10,7 @@
 #include "blocks.h"
 #include "page_hash.h"
 
-enum { LINE = 64, VECTOR = 32 };
+enum { LINE = 64 };
 enum { NEAR = 32 << 10, FAR = 384 << 10 }; /* bytes to ask for ahead: at least, at most */
 
 /* Copies bytes, and asks for those at `ahead` meanwhile. */
@@ -155,17 +155,19 @@ static void stream_page_out(const Copying *copying, Page *page, RowWalk *walk) {
     page->is_covered = true;
 }
 
-static void stream_page_in(const Copying *copying, const Page *page) {
+/* Copies a page to the blocks. `next`: the page after it, which is asked for meanwhile, or itself. */
+static void stream_page_in(const Copying *copying, const Page *page, const Page *next) {
+    const char *payload = page->payload.buf, *ahead = next->payload.buf;
     for (Py_ssize_t number = 0; number < copying->layer_count; number++) {
         const Layer *layer = &copying->layers[number];
         const Py_buffer *view = &layer->slice->view;
         Py_ssize_t row = row_of(layer->slice);
         for (Py_ssize_t head = 0; head < view->shape[HEAD]; head++) {
-            const char *from = (const char *)page->payload.buf + layer->offset + (head * page->tokens + page->skip) * row;
+            const char *from = payload + layer->offset + (head * page->tokens + page->skip) * row;
             for (Py_ssize_t at = 0; at < page->range_count; at++) {
                 char *to = start_of(layer, &page->ranges[at]) + head * view->strides[HEAD];
                 for (Py_ssize_t token = 0; token < page->ranges[at].count; token++, from += row) {
-                    page_stream_write(to, from, (size_t)row);
+                    page_stream_write(to, from, (size_t)row, ahead + (from - payload));
                     to += view->strides[TOKEN];
                 }
             }
@@ -176,7 +178,7 @@ static void stream_page_in(const Copying *copying, const Page *page) {
 /* Returns whether each row is whole cache lines. */
 static bool has_whole_rows(const Copying *copying) {
     for (Py_ssize_t at = 0; at < copying->slice_count; at++)
-        if (row_of(&copying->slices[at]) % LINE != 0)
+        if (row_of(&copying->slices[at]) % PAGE_STREAM_ALIGNMENT != 0)
             return false;
     return page_stream_is_possible();
 }
@@ -192,7 +194,7 @@ static bool fills(const Copying *copying, const Page *page) {
     return page->is_whole && filled == page->payload.len;
 }
 
-static bool is_aligned(const void *at) { return (uintptr_t)at % VECTOR == 0; }
+static bool is_aligned(const void *at) { return (uintptr_t)at % PAGE_STREAM_TARGET == 0; }
 
 /* Returns whether every row of the blocks can be written past the caches. */
 static bool has_aligned_blocks(const Copying *copying) {
@@ -201,7 +203,7 @@ static bool has_aligned_blocks(const Copying *copying) {
         if (!is_aligned(view->buf))
             return false;
         for (int axis = LAYER; axis <= TOKEN; axis++)
-            if (view->shape[axis] > 1 && view->strides[axis] % VECTOR != 0)
+            if (view->shape[axis] > 1 && view->strides[axis] % PAGE_STREAM_TARGET != 0)
                 return false;
     }
     return true;
@@ -238,7 +240,7 @@ Py_ssize_t scatter_all(const Copying *copying) {
     for (; at < copying->page_count && is_expected(&copying->pages[at]); at++) {
         const Page *page = &copying->pages[at];
         if (can_stream && page->payload.len >= PAGE_STREAM_BYTES) {
-            stream_page_in(copying, page);
+            stream_page_in(copying, page, page + (at + 1 < copying->page_count));
             continue;
         }
         for (Py_ssize_t layer = 0; layer < copying->layer_count; layer++)

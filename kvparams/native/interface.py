@@ -311,3 +311,21 @@ class NativeCode(Protocol):
             MemoryError: there is no memory for the numbers of removed nodes.
         """
         ...
+
+    def find_file_values(
+        self, buckets: memoryview, words: memoryview, records: memoryview, unit_bytes: int, keys: list[str], /
+    ) -> list[tuple[int, int, int] | None] | None:
+        """Looks keys up in the index of a `file` store, as `FileIndex.find` does.
+
+        Args:
+            buckets: see `kvparams_connectors.stores.file.file_map`, for this and the next two.
+            words: one per slot.
+            records: one per slot.
+            unit_bytes: the size of a unit.
+            keys: a list.
+
+        Returns:
+            For each key the slot of its value, the word of that slot and the size of the value; None where there is
+            none. None for all if the memory has another shape.
+        """
+        ...

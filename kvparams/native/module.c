@@ -12,6 +12,7 @@ static PyMethodDef functions[] = {
     FUNCTION(copy_values),
     FUNCTION(edit_members),
     FUNCTION(fill_line),
+    FUNCTION(find_file_values),
     FUNCTION(find_member),
     FUNCTION(find_nodes),
     FUNCTION(find_runs),

@@ -41,6 +41,7 @@ PyObject *remove_leaves(PyObject *module, PyObject *const *args, Py_ssize_t coun
 PyObject *split_buckets(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *put_values(PyObject *module, PyObject *const *args, Py_ssize_t count);
 PyObject *get_values(PyObject *module, PyObject *const *args, Py_ssize_t count);
+PyObject *find_file_values(PyObject *module, PyObject *const *args, Py_ssize_t count);
 
 /* Returns false, with an exception set, unless a function got so many arguments. */
 static inline bool has_arguments(Py_ssize_t count, Py_ssize_t wanted) {

@@ -13,6 +13,7 @@ typedef struct {
 
 typedef struct {
     Py_ssize_t first, count; /* its pairs */
+    size_t nbytes;
     uint64_t checksum;
 } Value;
 
@@ -81,15 +82,35 @@ static int hold(Batch *batch, PyObject *values) {
             if (is_held != 1)
                 return is_held;
             held->count++;
+            held->nbytes += (size_t)batch->pairs[batch->pair_count - 1].target.len;
         }
     }
     return 1;
 }
 
+/* Returns whether the bytes of a value from `skip` on can be written past the caches, piece by piece. */
+static bool can_stream(const Pair *pairs, const Value *value, size_t skip) {
+    size_t hashed = 0;
+    for (Py_ssize_t at = value->first; at < value->first + value->count; at++) {
+        size_t size = (size_t)pairs[at].target.len, plain = skip < size ? skip : size;
+        skip -= plain;
+        if ((size - plain) % PAGE_STREAM_ALIGNMENT != 0)
+            return false;
+        if (plain < size && ((uintptr_t)pairs[at].target.buf + plain) % PAGE_STREAM_TARGET != 0)
+            return false;
+        hashed += size - plain;
+    }
+    return hashed >= PAGE_STREAM_BYTES && page_stream_is_possible();
+}
+
 /* Copies a value; the checksum is of its bytes from `skip` on. */
 static void copy_value(const Pair *pairs, Value *value, size_t skip) {
+    bool streams = value->count > 1 && can_stream(pairs, value, skip);
+    PageStream stream;
     PageHash hash;
     page_hash_begin(&hash);
+    if (streams)
+        page_stream_begin(&stream, value->nbytes - skip);
     for (Py_ssize_t at = value->first; at < value->first + value->count; at++) {
         char *to = pairs[at].target.buf;
         const char *from = pairs[at].source.buf;
@@ -100,13 +121,16 @@ static void copy_value(const Pair *pairs, Value *value, size_t skip) {
         skip -= plain;
         if (plain == size)
             continue;
-        if (at == value->first + value->count - 1 && page_hash_is_empty(&hash)) { /* all that is hashed */
+        if (streams) {
+            page_stream_copy(&stream, to + plain, from + plain, size - plain, from + plain + PAGE_STREAM_AHEAD);
+        } else if (at == value->first + value->count - 1 && page_hash_is_empty(&hash)) { /* all that is hashed */
             value->checksum = page_hash_copy_whole(to + plain, from + plain, size - plain);
             return;
+        } else {
+            page_hash_copy(&hash, to + plain, from + plain, size - plain);
         }
-        page_hash_copy(&hash, to + plain, from + plain, size - plain);
     }
-    value->checksum = page_hash_end(&hash);
+    value->checksum = streams ? page_stream_end(&stream) : page_hash_end(&hash);
 }
 
 static void copy_all(Batch *batch, size_t skip) {

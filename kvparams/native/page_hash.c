@@ -120,9 +120,14 @@ uint64_t page_stream_end(const PageStream *stream) {
                           (xxh_u64)stream->stripes * STRIPE * XXH_PRIME64_1);
 }
 
-XXH_TARGET_AVX2 void page_stream_write(char *to, const char *from, size_t size) {
-    for (size_t at = 0; at < size; at += 32)
-        _mm256_stream_si256((__m256i *)(void *)(to + at), _mm256_loadu_si256((const __m256i *)(const void *)(from + at)));
+XXH_TARGET_AVX2 void page_stream_write(char *to, const char *from, size_t size, const char *ahead) {
+    for (size_t at = 0; at < size; at += STRIPE) {
+        _mm_prefetch(ahead + at, _MM_HINT_T1);
+        __m256i first = _mm256_loadu_si256((const __m256i *)(const void *)(from + at));
+        __m256i second = _mm256_loadu_si256((const __m256i *)(const void *)(from + at + 32));
+        _mm256_stream_si256((__m256i *)(void *)(to + at), first);
+        _mm256_stream_si256((__m256i *)(void *)(to + at + 32), second);
+    }
 }
 
 void page_stream_ask(const char *at, size_t size) {
@@ -142,7 +147,9 @@ void page_stream_copy(PageStream *stream, char *to, const char *from, size_t siz
     (void)stream, (void)to, (void)from, (void)size, (void)ahead;
 }
 uint64_t page_stream_end(const PageStream *stream) { return (void)stream, 0; }
-void page_stream_write(char *to, const char *from, size_t size) { (void)to, (void)from, (void)size; }
+void page_stream_write(char *to, const char *from, size_t size, const char *ahead) {
+    (void)to, (void)from, (void)size, (void)ahead;
+}
 void page_stream_ask(const char *at, size_t size) { (void)at, (void)size; }
 void page_stream_finish(void) {}
 bool page_stream_is_possible(void) { return false; }

@@ -26,9 +26,12 @@ uint64_t page_hash_copy_whole(char *to, const char *from, size_t size);
 
 /* From so many bytes on a copy goes past the caches. */
 enum { PAGE_STREAM_BYTES = 128 << 10 };
+/* What the size of a piece that goes past the caches is a multiple of, and what its target is. */
+enum { PAGE_STREAM_ALIGNMENT = 64, PAGE_STREAM_TARGET = 32 };
+/* Memory that is read one byte after the other is asked for so many bytes ahead. */
+enum { PAGE_STREAM_AHEAD = 4096 };
 
-/* A checksum of bytes that are written past the caches in several pieces. Each piece is whole cache lines, and its
- * target is aligned to 32 bytes. Only where `page_stream_is_possible`. */
+/* A checksum of bytes that are written past the caches in several pieces. Only where `page_stream_is_possible`. */
 typedef struct {
     XXH_ALIGN(32) uint64_t sums[8];
     size_t stripe, stripes; /* of 64 bytes: hashed so far, and all that will be */
@@ -41,8 +44,9 @@ void page_stream_begin(PageStream *stream, size_t size);
 void page_stream_copy(PageStream *stream, char *to, const char *from, size_t size, const char *ahead);
 /* Returns the checksum. Who is told that the bytes are there reads them from now on. */
 uint64_t page_stream_end(const PageStream *stream);
-/* Copies a piece without a checksum; `page_stream_finish` ends several of these. */
-void page_stream_write(char *to, const char *from, size_t size);
+/* Copies a piece without a checksum, and asks for as much memory at `ahead`; `page_stream_finish` ends several of
+ * these. */
+void page_stream_write(char *to, const char *from, size_t size, const char *ahead);
 void page_stream_finish(void);
 /* Brings memory that is read soon into the second cache. */
 void page_stream_ask(const char *at, size_t size);

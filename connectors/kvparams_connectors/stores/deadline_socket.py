@@ -110,8 +110,7 @@ class DeadlineSocket:
         self._tls = isinstance(sock, ssl.SSLSocket)
         self._deadline = 0.0
         self._grain_s = 0.0
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN | select.POLLRDHUP)
+        self._poll: select.poll | None = None
         if not self._tls:
             # The kernel's time-outs on a blocking socket spare a poll() and its way through Python before each call.
             sock.setblocking(True)
@@ -199,6 +198,9 @@ class DeadlineSocket:
         """Returns whether the peer has neither said anything that was not received nor gone away."""
         if isinstance(self._socket, ssl.SSLSocket) and self._socket.pending():
             return False
+        if self._poll is None:
+            self._poll = select.poll()
+            self._poll.register(self._socket, select.POLLIN | select.POLLRDHUP)
         return not self._poll.poll(0)
 
     def close(self) -> None:

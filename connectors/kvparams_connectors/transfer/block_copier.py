@@ -9,10 +9,9 @@ and a writer for the event that says that they were read.
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import torch
 
@@ -36,8 +35,7 @@ _HOST_BATCH: Final = 8 << 20
 for a load is put off."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageCopy:
+class PageCopy(NamedTuple):
     """A `PageCopy` is a range of tokens of one part of a page."""
 
     unit: KVShard

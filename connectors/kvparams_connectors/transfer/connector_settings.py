@@ -11,9 +11,8 @@ from kvparams_connectors.transfer.shard_grid import ShardGrid
 
 __all__ = ["ConnectorSettings"]
 
-_LOAD_PORTION: Final = 8 << 20
-"""With less at a time a store's own questions would weigh more than the pages."""
-_SAVE_PORTION: Final = 4 << 20
+_PORTION: Final = 8 << 20
+"""With less at a time a store's own questions, and handing it over, would weigh more than the pages."""
 _MOST_PAGES: Final = 64
 
 
@@ -29,8 +28,8 @@ class ConnectorSettings:
     """A load asks the store for so many pages at a time, and for the next ones while it verifies and writes. None: for
     about 8 MiB, at most 64 pages."""
     save_portion_pages: int | None = None
-    """A save gives the store so many pages at a time, and copies the next ones out of the blocks meanwhile. None: about
-    4 MiB, at most 64 pages."""
+    """A save gives the store so many pages at a time, and copies the next ones out of the blocks meanwhile. None: for
+    about 8 MiB, at most 64 pages."""
     verify: bool = True
     """False uses whatever the store gives back. It exists to show what verification is good for."""
     grid: ShardGrid | None = None
@@ -58,11 +57,11 @@ class ConnectorSettings:
 
     def load_portion(self, page_bytes: int) -> int:
         """Returns the number of pages of this size that a load asks for at a time."""
-        return self.portion_pages or _pages_of(_LOAD_PORTION, page_bytes)
+        return self.portion_pages or _pages_of(_PORTION, page_bytes)
 
     def save_portion(self, page_bytes: int) -> int:
         """Returns the number of pages of this size that a save puts at a time."""
-        return self.save_portion_pages or _pages_of(_SAVE_PORTION, page_bytes)
+        return self.save_portion_pages or _pages_of(_PORTION, page_bytes)
 
 
 def _pages_of(portion_bytes: int, page_bytes: int) -> int:

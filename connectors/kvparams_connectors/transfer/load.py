@@ -15,7 +15,7 @@ from kvparams_connectors.arena import Slot
 from kvparams_connectors.jobs import Job, WorkerPool
 from kvparams_connectors.store import GetOp, Result, ResultCode, Results
 from kvparams_connectors.transfer.devices import DeviceEvent
-from kvparams_connectors.transfer.in_place_load import load_in_place
+from kvparams_connectors.transfer.in_place_load import InPlaceLoad
 from kvparams_connectors.transfer.incremental_verifier import IncrementalVerifier
 from kvparams_connectors.transfer.page_portions import transfer_portions
 from kvparams_connectors.transfer.page_writer import LoadablePage, PageWriter
@@ -79,7 +79,7 @@ class LoadOperation:
         each = len(self._plan.units)
         writer, memory, wanted = self._writer, self._gear.memory, self._wanted
         if memory is not None:
-            wanted = load_in_place(memory, self._pipeline, self._plan, wanted, writer, job)
+            wanted = InPlaceLoad(memory, self._pipeline, self._plan, writer).run(job, wanted)
             for refused in writer.report.refused:
                 self._pipeline.discard(refused.key, refused.reason)
         self._unasked = len(wanted)

@@ -17,7 +17,6 @@ from kvparams.pages import (
     PageIdentity,
     PageRefusal,
     PageRefusalReason,
-    expected_checksum,
     seal,
     seal_detached,
     unsealed_header,
@@ -106,15 +105,6 @@ class PagePipeline:
         return GetOp(
             key, (buffer,), verifier.on_complete, verifier.on_progress, verifier.on_checksum, caller_verifies=True
         ), verifier
-
-    def expected_checksum(self, identity: PageIdentity, page: memoryview) -> int | None:
-        """Returns the checksum that the payload of a page must have to be used, by the header that stands in front.
-
-        None where `why_unusable` has to look at the page: it has a tag, another size, or another header.
-        """
-        if self.keys is not None or not self.verifies or page.nbytes != identity.stored_bytes:
-            return None
-        return expected_checksum(page[:HEADER_BYTES], identity)
 
     def why_unusable(
         self, result: Result, identity: PageIdentity, buffers: Sequence[memoryview]

@@ -4,7 +4,7 @@ A slot is given back when it has been examined and the store no longer uses it, 
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -96,7 +96,8 @@ def begin_portion(
     return None if job is None else PagePortion(items, slots, job)
 
 
-def release_slots(slots: Iterable[Slot]) -> None:
-    """Ends the leases of all these slots."""
+def release_slots(slots: Collection[Slot]) -> None:
+    """Ends the leases of all these slots, which are of one arena."""
     for slot in slots:
-        slot.release()
+        slot.arena.release_many(slots)
+        return

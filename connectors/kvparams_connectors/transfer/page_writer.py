@@ -4,7 +4,8 @@ No block is written once the wait for the load is over.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from kvparams.pages import HEADER_BYTES
 from kvparams_connectors.jobs import Job
@@ -18,11 +19,10 @@ from kvparams_connectors.transfer.transfer_context import TransferContext
 __all__ = ["LoadablePage", "PageWriter"]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadablePage:
+class LoadablePage(NamedTuple):
     """A page that may be written to the blocks."""
 
-    index: int
+    number: int
     """Among the pages of the plan."""
     views: Sequence[memoryview]
     """Of each of its parts the header and the payload."""
@@ -108,7 +108,7 @@ class PageWriter:
         at = self.report.end_token
         copies: list[PageCopy] = []
         for page in pages:
-            where = self._plan.pages[page.index]
+            where = self._plan.pages[page.number]
             end = min(where.end, self._end_token)
             whole = range(where.start, where.end)
             for unit, view, size in zip(self._plan.units, page.views, self.sizes(where.tokens), strict=True):
@@ -124,7 +124,7 @@ class PageWriter:
         if not pages:
             return
         report = self.report
-        end = min(self._plan.pages[pages[-1].index].end, self._end_token)
-        nbytes = report.nbytes + sum([sum(self.sizes(self._plan.pages[page.index].tokens)) for page in pages])
+        end = min(self._plan.pages[pages[-1].number].end, self._end_token)
+        nbytes = report.nbytes + sum([sum(self.sizes(self._plan.pages[page.number].tokens)) for page in pages])
         self.report = LoadReport(report.start_token, end, report.pages + len(pages), nbytes)
         job.set_partial_result(replace(self.report, failure=ResultCode.TIMEOUT))

@@ -89,14 +89,12 @@ class SaveOperation:
         self._open = 1
         """Portions under way, and `start`."""
 
-    def _parts(self, pages: Sequence[int]) -> list[int]:
-        savable = self._plan.storable_keys
-        return [
-            part
-            for page in pages
-            for part in self._plan.parts(page)
-            if savable is None or self._plan.keys[part] in savable
-        ]
+    def _parts(self, pages: Sequence[int]) -> Sequence[int]:
+        """Returns the parts of pages that are to be stored."""
+        plan, savable = self._plan, self._plan.storable_keys
+        if savable is None:
+            return plan.parts(pages[0]) if len(pages) == 1 else [part for page in pages for part in plan.parts(page)]
+        return [part for page in pages for part in plan.parts(page) if plan.keys[part] in savable]
 
     def start(self, block_ids: Sequence[int], *, required: bool) -> None:
         """Copy the pages out of the blocks and set off what follows; `required` waits for room on the way."""
@@ -246,14 +244,16 @@ class SaveOperation:
     def _account(self, portion: _SavePortion, missing: ResultCode) -> None:
         """A portion has ended; parts without a result of their own have `missing`."""
         saved = existing = nbytes = 0
+        lost = Result(missing)
         failures: Counter[ResultCode] = Counter()
         for page in portion.pages:
-            results = [portion.results.get(part, Result(missing)) for part in self._parts([page])]
-            failed = next((one.code for one in results if one.code not in STORED_CODES), None)
-            nbytes += sum(one.nbytes for one in results if one.code is ResultCode.OK)
-            if failed is not None:
-                failures[failed] += 1
-            elif any(one.code is ResultCode.OK for one in results):
+            results = [portion.results.get(part, lost) for part in self._parts([page])]
+            failed = [one.code for one in results if one.code not in STORED_CODES]
+            stored = [one.nbytes for one in results if one.code is ResultCode.OK]
+            nbytes += sum(stored)
+            if failed:
+                failures[failed[0]] += 1
+            elif stored:
                 saved += 1
             else:
                 existing += 1

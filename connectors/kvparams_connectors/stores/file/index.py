@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from kvparams.native import NATIVE
 from kvparams_connectors.stores.extents import Extent, ExtentAllocator
 from kvparams_connectors.stores.file.file_map import NEVER_USED, RECORD_BYTES, WAYS, FileMap, current_boot
 from kvparams_connectors.stores.file.locks import ProcessSeat
@@ -36,6 +37,10 @@ _RECORD: Final = struct.Struct(f"<{_KEY_BYTES}sQQQII")  # key, generation, nbyte
 _RUN: Final = struct.Struct("<II")
 _MAX_RUNS: Final = (RECORD_BYTES - 4 - _RECORD.size) // 8
 _CHECKED: Final = RECORD_BYTES - 4
+
+
+FoundValue = tuple[int, int, int]
+"""The slot of a value, the word of that slot, and the size of the value: the beginning of an `IndexEntry`."""
 
 
 class IndexEntry(NamedTuple):
@@ -112,18 +117,28 @@ class FileIndex:
         entry = self._find(key)
         return entry if entry is not None and entry.is_ready else None
 
+    def find_sizes(self, keys: Sequence[str]) -> list[FoundValue | None]:
+        """The READY values of keys, for callers that do not read them; costs less than `find`."""
+        if NATIVE is not None:
+            file = self._file
+            found = NATIVE.find_file_values(file.buckets, file.words, file.records, self._unit_bytes, list(keys))
+            if found is not None:
+                return found
+        entries = [self.find(key) for key in keys]
+        return [None if entry is None else (entry.slot, entry.word, entry.nbytes) for entry in entries]
+
     def is_unchanged(self, entry: IndexEntry) -> bool:
         """Returns whether the slot still is what it was when `entry` was found."""
         return self._words[entry.slot] == entry.word
 
-    def touch(self, entries: Sequence[IndexEntry | None]) -> None:
+    def touch(self, entries: Sequence[IndexEntry | FoundValue | None]) -> None:
         """The values count as used now, the first one as used last."""
         tick = self._file.counters[_TICK] + len(entries)
         self._file.counters[_TICK] = tick
         for number, entry in enumerate(entries):
             # Should it be evicted at this very moment, a FREE slot gets a tick: `_evict` sees to that.
-            if entry is not None and self._words[entry.slot] == entry.word:
-                self._ticks[entry.slot] = tick - number
+            if entry is not None and self._words[entry[0]] == entry[1]:
+                self._ticks[entry[0]] = tick - number
 
     def publish(self, entry: IndexEntry) -> IndexEntry | None:
         """Make a value of ours READY; None if it has been taken from us, so that nobody is told that it is stored."""

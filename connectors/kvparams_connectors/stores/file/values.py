@@ -28,6 +28,7 @@ _BATCH: Final = 64
 _PAUSE_S: Final = 0.0001
 _ABANDON_S: Final = 5.0
 _LATELY_S: Final = 1.0
+_MISS: Final = Result(ResultCode.MISS)
 _GONE: Final = Result(ResultCode.UNAVAILABLE)
 
 
@@ -228,9 +229,9 @@ class FileValues:
 
     def exists(self, keys: Sequence[str]) -> Results:
         """Look them up."""
-        entries = [self._index.find(key) for key in keys]
-        self._index.touch(entries)
-        return [Result(ResultCode.MISS) if entry is None else Result(ResultCode.OK, entry.nbytes) for entry in entries]
+        found = self._index.find_sizes(keys)
+        self._index.touch(found)
+        return [_MISS if value is None else Result(ResultCode.OK, value[2]) for value in found]
 
     def delete(self, keys: Sequence[str], deadline: float) -> Results:
         """Free their room."""

@@ -86,13 +86,8 @@ class ValkeyConnection(DeadlineSocket):
         self._owed -= 1
         return reply
 
-    @property
-    def is_native(self) -> bool:
-        """Returns whether native code can use this connection."""
-        return NATIVE is not None and self.plain_fd is not None
-
     def put_values(self, values: list[NativePut], window: Window) -> NativeOutcome[bool]:
-        """Puts values in native code, up to the first reply that is out of the ordinary; only if `is_native`.
+        """Puts values in native code, up to the first reply that is out of the ordinary; not over TLS.
 
         Args:
             values: see `NativeCode.put_values`.

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvparams.native import NATIVE
 from kvparams_connectors.stores import connection_pool
 from kvparams_connectors.stores.deadline_socket import tcp_socket
 from kvparams_connectors.stores.valkey.connection import ValkeyConnection
@@ -16,6 +17,11 @@ from kvparams_connectors.stores.valkey.resp import ErrorReply, encode_command
 from kvparams_connectors.stores.valkey.topology import ValkeyNode
 
 __all__ = ["ValkeyAccess", "ValkeyConnectionPool", "ValkeyRefusedError", "connect"]
+
+
+_UNIX_BUFFER: Final = 1 << 20
+"""Linux gives a unix socket 208 KiB, and does not enlarge that by itself: a value would wait for the server five times.
+The system may allow less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,7 @@ def _socket(node: ValkeyNode, tls: ssl.SSLContext | None, until: float) -> socke
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(max(0.001, until - time.monotonic()))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER)
             sock.connect(node.path)
         except BaseException:
             sock.close()
@@ -89,3 +96,5 @@ class ValkeyConnectionPool(connection_pool.ServerConnectionPool[ValkeyNode, Valk
 
     def __init__(self, access: ValkeyAccess) -> None:
         super().__init__(lambda node, deadline: connect(node, access, deadline))
+        self.is_native: Final = NATIVE is not None and access.tls is None
+        """Whether native code can use the connections."""

@@ -13,7 +13,7 @@ from typing import Final
 from kvparams_connectors.store import Result, ResultCode, Results
 from kvparams_connectors.stores.valkey.connection import ValkeyConnection
 from kvparams_connectors.stores.valkey.connection_pool import ValkeyConnectionPool, ValkeyRefusedError
-from kvparams_connectors.stores.valkey.native_exchange import get_natively, put_natively
+from kvparams_connectors.stores.valkey.native_exchange import do_natively
 from kvparams_connectors.stores.valkey.requests import BulkSizeRequest, SizeRequest, ValkeyRequest, result_of_error
 from kvparams_connectors.stores.valkey.resp import RESPProtocolError
 from kvparams_connectors.stores.valkey.topology import ClusterRedirect, ClusterTopology, ValkeyNode, parse_redirect
@@ -207,7 +207,7 @@ class _ServerPipeline:
         """Connects, and sends as much as may be under way; if no other server works meanwhile, does all it can."""
         try:
             self._connection = self._pool.acquire(self._node, self._deadline)
-            if alone and not self._asking:
+            if alone and not self._asking and self._pool.is_native:
                 self._do_natively(self._connection)
             self._send(self._connection)
         except (OSError, ValkeyRefusedError) as error:
@@ -217,20 +217,18 @@ class _ServerPipeline:
         """Does in native code what it is for: puts or gets up to the first reply that is out of the ordinary."""
         requests = [self._requests[index] for index in self._indexes]
         try:
-            found = put_natively(connection, requests, _WINDOW) or get_natively(connection, requests, _WINDOW)
+            done = do_natively(connection, requests, _WINDOW)
         except (ValueError, BufferError):  # a buffer was released; which one is found out one by one
             return
-        if found is None:
+        if done is None:
             return
-        results, sent, error = found
-        for index, result in zip(self._indexes, results, strict=False):
+        for index, result in zip(self._indexes, done.results, strict=False):
             self._batch.results[index] = result
-        self._next, self._answered = sent, len(results)
-        self._waiting = list(self._indexes[:sent])
-        if sent > len(results):
-            self._weight = sum(request.weight for request in requests[len(results) : sent])
-        if error is not None:
-            raise error
+        self._next, self._answered = done.sent, len(done.results)
+        self._waiting = list(self._indexes[: done.sent])
+        self._weight = sum(request.weight for request in requests[self._answered : done.sent])
+        if done.error is not None:
+            raise done.error
 
     def finish(self) -> list[tuple[int, ClusterRedirect]]:
         """Receive all answers and send the rest; the requests that are to be asked of another server."""

@@ -26,6 +26,8 @@ SIZES: Final = st.one_of(
     st.integers(STREAMED - 70, STREAMED + 1_100),
     st.sampled_from([STREAMED + 1024 * 3 + 256, 300_000, (1 << 20) + 257]),
 )
+PLACES: Final = st.one_of(st.integers(0, 300_000), st.integers(0, 4_000).map(lambda number: 64 * number))
+"""Where a value is cut into pieces. They are written past the caches if they are multiples of 64."""
 GUARD: Final = 64
 
 
@@ -42,13 +44,15 @@ def cut(memory: npt.NDArray[np.uint8], places: Sequence[int]) -> list[npt.NDArra
 
 
 @given(
-    st.lists(st.tuples(SIZES, st.lists(st.integers(0, 300_000), max_size=3)), max_size=4),
+    st.lists(st.tuples(SIZES, st.lists(PLACES, max_size=3)), max_size=4),
     st.sampled_from([0, 1, 31, 32]),
     st.sampled_from([0, 1, 255, HEADER_BYTES, 5_000]),
     st.integers(0, 99),
 )
 @example([(STREAMED + HEADER_BYTES, [])], 0, HEADER_BYTES, 1)
 @example([(1 << 20, [HEADER_BYTES])], 0, HEADER_BYTES, 1)
+@example([((1 << 20) + HEADER_BYTES, [64 << 10, 192 << 10])], 0, HEADER_BYTES, 1)
+@example([((1 << 20) + HEADER_BYTES, [128, 64 << 10]), (STREAMED, [64])], 32, HEADER_BYTES, 2)
 def test_values_are_copied_and_hashed(
     values: list[tuple[int, list[int]]], misaligned: int, skip: int, seed: int
 ) -> None:
@@ -87,16 +91,18 @@ def test_the_python_code_says_the_same(sizes: list[int], places: list[int], skip
         assert copied() == native
 
 
-def test_a_flipped_bit_changes_the_checksum() -> None:
+@pytest.mark.parametrize("places", [[], [64 << 10, 80 << 10]])
+def test_a_flipped_bit_changes_the_checksum(places: list[int]) -> None:
     """The control: every part of a streamed value counts, its last bytes among them."""
     assert NATIVE is not None
-    source = np.frombuffer(Random(1).randbytes(STREAMED + 1_000), dtype=np.uint8).copy()
+    source = np.frombuffer(Random(1).randbytes(STREAMED + 1_024), dtype=np.uint8).copy()
     target = memory_of(source.size, 0)[GUARD:-GUARD]
     seen: set[int] = set()
     for place in (None, HEADER_BYTES, 1_500, STREAMED - 1, STREAMED + 255, source.size - 65, source.size - 1):
         if place is not None:
             source[place] ^= 1
-        checksums = NATIVE.copy_values([[(target, source)]], HEADER_BYTES)
+        pairs: list[tuple[object, object]] = list(zip(cut(target, places), cut(source, places), strict=True))
+        checksums = NATIVE.copy_values([pairs], HEADER_BYTES)
         assert checksums is not None
         assert checksums == [xxh3_64_intdigest(target[HEADER_BYTES:].tobytes())]
         seen.update(checksums)
