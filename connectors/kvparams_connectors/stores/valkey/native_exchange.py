@@ -16,7 +16,7 @@ __all__ = ["NativeResults", "do_natively"]
 
 @dataclass(frozen=True, slots=True)
 class NativeResults:
-    """What came of several requests."""
+    """The `NativeResults` are what came of several requests."""
 
     results: Results
     """Of the first requests."""

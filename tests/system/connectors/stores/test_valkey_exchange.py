@@ -12,7 +12,7 @@ from kvparams.keys import KVShard
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
 from kvparams_connectors.conformance.toy_engine import WAIT_S
 from kvparams_connectors.store import GetOp, PutOp, Result, ResultCode
-from kvparams_connectors.stores.valkey.connection import ValkeyConnection
+from kvparams_connectors.stores.valkey import connection_pool
 from kvparams_connectors.stores.valkey.connection_pool import ValkeyAccess, ValkeyConnectionPool
 from kvparams_connectors.stores.valkey.pipeline import run_batch
 from kvparams_connectors.stores.valkey.requests import GetRequest, PutRequest
@@ -26,7 +26,7 @@ BIG = 4 << 20
 @pytest.fixture
 def python_code(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keeps native code away, which looks at values in an order of its own."""
-    monkeypatch.setattr(ValkeyConnection, "is_native", False)
+    monkeypatch.setattr(connection_pool, "NATIVE", None)
 
 
 @pytest.mark.usefixtures("python_code")
