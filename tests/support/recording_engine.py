@@ -23,7 +23,9 @@ class RecordingEngine:
     """Serves /health, /v1/models and completions of the model `m` on a loopback port."""
 
     status: int = 200
+    prompt_tokens: int = 8
     cached_tokens: int = 0
+    """Both are what it reports."""
     requests: list[Recorded] = field(default_factory=list[Recorded])
     running: int = 0
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
@@ -54,6 +56,13 @@ class RecordingEngine:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+    def record(self, request: Recorded) -> None:
+        """Hears of a request before it is answered."""
+        self.requests.append(request)
+
+    async def compute(self, tokens: int) -> None:
+        """Takes the time that the engine needs for these tokens of a prompt."""
 
     @property
     def url(self) -> str:
@@ -90,14 +99,15 @@ class RecordingEngine:
             return _response(200, {"object": "list", "data": [{"id": "m", "object": "model"}]})
         if method != "POST":
             return _response(404, {})
-        self.requests.append(Recorded(path, headers, body))
+        self.record(Recorded(path, headers, body))
+        details = {"cached_tokens": self.cached_tokens}
+        usage = {"prompt_tokens": self.prompt_tokens, "completion_tokens": 1, "prompt_tokens_details": details}
         self.running += 1
         try:
             await self.go_on.wait()
+            await self.compute(self.prompt_tokens - self.cached_tokens)
         finally:
             self.running -= 1
-        usage = {"prompt_tokens": 8, "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
-        usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
         choices = [{"index": 0, "text": "x", "finish_reason": "length"}]
         return _response(self.status, {"id": "c", "model": "m", "choices": choices, "usage": usage})
 

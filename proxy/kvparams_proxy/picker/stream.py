@@ -44,6 +44,8 @@ class PickerStream:
         self._removed: list[str] = []
         self._usage: UsageReader | None = None
         self._endpoints: list[str] = []
+        self._missing_bytes: int | None = None
+        """Of a response whose length is known."""
         self._is_answered = False
         """Whether the data plane was told what becomes of the request."""
 
@@ -225,8 +227,7 @@ class PickerStream:
                 self._record_response(message)
                 await self._write(ext_proc.pass_unchanged(kind, {"x-request-id": self._request_id.encode()}))
             elif kind == "response_body":
-                if self._usage is not None:
-                    self._usage.feed(ext_proc.chunk(message))
+                self._read_response(message)
                 await self._write(ext_proc.pass_response_body(message))
             elif kind is not None and kind != "request_body":
                 await self._write(ext_proc.pass_unchanged(kind))
@@ -235,10 +236,26 @@ class PickerStream:
         pick = None if self._downstream is None else self._downstream.pick
         if pick is None:
             return
-        status = next((int(value) for name, value in ext_proc.header_pairs(message) if name == b":status"), 0)
+        headers = dict(ext_proc.header_pairs(message))
+        status = int(headers.get(b":status", b"0"))
         served, from_engine = ext_proc.served_endpoint(message), ext_proc.was_answered_by_engine(message)
         instance = self._context.count_served(served, self._endpoints, from_engine=from_engine)
         pick.answered(Response(status, instance, from_engine))
+        length = headers.get(b"content-length", b"")
+        if length.isdigit():  # no stream: its engine has done all its work
+            self._missing_bytes = int(length)
+            if self._usage is None:
+                self._end_pick(whole=True)
+
+    def _read_response(self, message: ext_proc.Message) -> None:
+        """Reads a chunk of the response. The load is given back before a client can have the last byte."""
+        data = ext_proc.chunk(message)
+        if self._usage is not None:
+            self._usage.feed(data)
+        if self._missing_bytes is not None:
+            self._missing_bytes -= len(data)
+        if ext_proc.is_last(message) or self._missing_bytes == 0:
+            self._end_pick(whole=True)
 
     # the end
 
@@ -247,11 +264,16 @@ class PickerStream:
         if downstream is None:
             return
         downstream.leave()
-        if downstream.pick is not None:
-            downstream.pick.ended(None if self._usage is None else self._usage.usage(), whole=whole)
+        self._end_pick(whole=whole)
         if not self._is_answered:
             self._context.metrics.picks["left"] += 1
         self._outcome.cancel()
+
+    def _end_pick(self, *, whole: bool) -> None:
+        """Gives back the load of the request. Called again, it does nothing."""
+        pick = None if self._downstream is None else self._downstream.pick
+        if pick is not None:
+            pick.ended(None if self._usage is None else self._usage.usage(), whole=whole)
 
 
 def _changed_body(pick: Pick, instance: Instance, body: bytes) -> bytes | None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
 import trustme
+from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from kvparams_proxy.picker import messages as ext_proc
@@ -22,6 +22,7 @@ from tests.system.picker.conftest import AGGREGATED, Site, StartSite
 
 SERVING, NOT_SERVING = 1, 2
 _grpc: Any = grpc
+_aio: Any = aio
 _pb: Any = health_pb2
 
 
@@ -136,12 +137,12 @@ async def test_health_follows_the_engines(
     service: str, processes: Processes, engines: tuple[RecordingEngine, ...]
 ) -> None:
     picker = await asyncio.to_thread(start_picker, processes, "picker", *AGGREGATED, "--aggregated", engines[0].url)
-    async with _grpc.aio.insecure_channel(f"127.0.0.1:{picker.grpc_port}") as channel:
+    async with _aio.insecure_channel(f"127.0.0.1:{picker.grpc_port}") as channel:
         await until(lambda: _is(channel, service, SERVING))
         await engines[0].close()
         await until(lambda: _is(channel, service, NOT_SERVING))
         assert await health(channel, "liveness") == SERVING
-        with pytest.raises(_grpc.aio.AioRpcError, match="NOT_FOUND"):
+        with pytest.raises(_aio.AioRpcError, match="NOT_FOUND"):
             await health(channel, "nobody")
         await engines[0].listen()
         await until(lambda: _is(channel, service, SERVING))
@@ -164,13 +165,13 @@ async def test_tls_and_client_certificates(
     own = (client.private_key_pem.bytes(), client.cert_chain_pems[0].bytes())
     known = _grpc.ssl_channel_credentials(root, *own)
     target = f"127.0.0.1:{picker.grpc_port}"
-    async with _grpc.aio.secure_channel(target, known) as channel:
+    async with _aio.secure_channel(target, known) as channel:
         assert await health(channel, "") == SERVING
-    async with _grpc.aio.secure_channel(target, _grpc.ssl_channel_credentials(root)) as channel:
-        with pytest.raises(_grpc.aio.AioRpcError, match="UNAVAILABLE"):
+    async with _aio.secure_channel(target, _grpc.ssl_channel_credentials(root)) as channel:
+        with pytest.raises(_aio.AioRpcError, match="UNAVAILABLE"):
             await health(channel, "")
-    async with _grpc.aio.insecure_channel(target) as channel:
-        with pytest.raises(_grpc.aio.AioRpcError, match="UNAVAILABLE"):
+    async with _aio.insecure_channel(target) as channel:
+        with pytest.raises(_aio.AioRpcError, match="UNAVAILABLE"):
             await health(channel, "")
 
 
