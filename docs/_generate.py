@@ -29,7 +29,7 @@ from kvparams_connectors.stores.mooncake.settings import MooncakeURLSettings
 from kvparams_connectors.stores.peer.settings import PeerURLSettings
 from kvparams_connectors.stores.tiered.settings import TieredSettings
 from kvparams_connectors.stores.valkey.settings import ValkeySettings, ValkeysSettings
-from kvparams_proxy.cli import proxy_command, sidecar_command
+from kvparams_proxy.cli import picker_command, proxy_command, sidecar_command
 from kvparams_proxy.config.fleet_document import FleetFile
 from kvparams_proxy.config.options import OPTION_GROUPS
 from kvparams_proxy.config.settings import default_spec_rules
@@ -147,22 +147,24 @@ def configuration_page() -> str:
         known.update(rows)
         parts += [f"### {title[:1].upper()}{title[1:]}", *([description] if description else [])]
         parts.append(_table(("option", "default", "meaning"), rows))
-    parts.append("## `kvparams sidecar`")
-    shared = ["The following options have the default and the meaning that they have for `kvparams proxy`:\n"]
-    for title, _, rows in _groups(sidecar_command.COMMAND):
-        if own := [row for row in rows if row not in known]:
-            parts.append(_table(("option", "default", "meaning"), own))
-        shared.append(f"- {title}: {', '.join(f'`{row.option.split()[0]}`' for row in rows if row in known)}")
-    parts.append("\n".join(shared))
+    for name, command in (("sidecar", sidecar_command.COMMAND), ("picker", picker_command.COMMAND)):
+        parts.append(f"## `kvparams {name}`")
+        shared = ["The following options have the default and the meaning that they have for `kvparams proxy`:\n"]
+        for title, _, rows in _groups(command):
+            if own := [row for row in rows if row not in known]:
+                parts.append(_table(("option", "default", "meaning"), own))
+            if common := [f"`{row.option.split()[0]}`" for row in rows if row in known]:
+                shared.append(f"- {title}: {', '.join(common)}")
+        parts.append("\n".join(shared))
     parts += ["## Fleet file", "The YAML file of `--config`. Every section may be left out."]
     parts.append(_table(("section", "content"), _described(FleetFile)))
     parts.append(
         "Groups whose options may stand under `proxy`:\n\n" + "\n".join(f"- {one.title}" for one in OPTION_GROUPS)
     )
     parts += ["### Members of an instance", "Members marked * may also stand under `defaults`."]
-    rules, common = _rules(InstanceEntry), DefaultsSection.setting_names()
+    rules, defaults = _rules(InstanceEntry), DefaultsSection.setting_names()
     fields = (
-        (f"{name} *" if name in common else name, meaning, rules[name]) for name, meaning in _described(InstanceEntry)
+        (f"{name} *" if name in defaults else name, meaning, rules[name]) for name, meaning in _described(InstanceEntry)
     )
     parts.append(_table(("member", "meaning", "must be"), fields))
     parts.append("## Engines")

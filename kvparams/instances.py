@@ -12,7 +12,15 @@ from typing import Final, NamedTuple, Protocol, TypeVar
 
 from kvparams.engine_backlog import EngineBacklog
 
-__all__ = ["Candidate", "Instance", "RequestFacts", "Role", "RoundRobin", "SchedulingPolicy"]
+__all__ = [
+    "Candidate",
+    "Instance",
+    "InstanceRestriction",
+    "RequestFacts",
+    "Role",
+    "RoundRobin",
+    "SchedulingPolicy",
+]
 
 
 class Role(StrEnum):
@@ -86,7 +94,17 @@ class Candidate(Protocol):
         ...
 
 
+class InstanceRestriction(NamedTuple):
+    """An `InstanceRestriction` limits which instances may run the legs of one role."""
+
+    ids: frozenset[str]
+    """The ids of these instances."""
+    is_required: bool
+    """Whether the request fails if none of them can be used. Otherwise other instances run the leg then."""
+
+
 _NOTHING_CACHED: Final[Mapping[Instance, int]] = MappingProxyType({})
+_UNRESTRICTED: Final[Mapping[Role, InstanceRestriction]] = MappingProxyType({})
 
 
 class RequestFacts(NamedTuple):
@@ -128,6 +146,8 @@ class RequestFacts(NamedTuple):
     foreign_cached_tokens: Mapping[Instance, int] = _NOTHING_CACHED
     """Tokens that an instance is expected to hold beyond `cached_tokens`, from proxies that share nothing with this
     one (`kvparams.routing.foreign_prefixes`)."""
+    restrictions: Mapping[Role, InstanceRestriction] = _UNRESTRICTED
+    """Restrictions by role: the endpoints that a gateway allows, or the prefill engine that a picker has chosen."""
 
 
 C = TypeVar("C", bound=Candidate)

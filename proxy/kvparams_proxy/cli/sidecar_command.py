@@ -6,12 +6,13 @@ Its settings have the same names as the proxy's. Its own flags only describe the
 import argparse
 import sys
 from dataclasses import replace
-from typing import Final, cast
+from typing import Final, cast, get_args
 
 from kvparams.instances import Role
 from kvparams.routing.managers.local_remote import LOCAL_MANAGERS
 from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams_proxy.cli.proxy_command import add_fleet_flags, add_option_flags, load_configuration, run_server
+from kvparams_proxy.config.settings import PrefillPartnerMode
 from kvparams_proxy.config.spec_fields import check_url
 
 __all__ = ["COMMAND"]
@@ -90,6 +91,14 @@ class SidecarCommand:
             metavar="NAME",
             help="the name of the queues at the broker (default: kvparams)",
         )
+        group.add_argument(
+            "--prefill-partner",
+            choices=get_args(PrefillPartnerMode),
+            default="off",
+            help="what to make of the prefill engine that `kvparams picker` names in a signed header, beside a decode "
+            "engine: prefer it; require it (other requests get a 403); llm-d: prefer what llm-d's header names, which "
+            "is not signed; off (default: off). docs/gateway.md has more",
+        )
         add_fleet_flags(group)
         add_option_flags(parser, without=("mode", "workers"))
 
@@ -111,8 +120,17 @@ class SidecarCommand:
         if asked is None:
             return 2
         local = next(instance for instance in asked.settings.instances if instance.role is role)
+        partner: PrefillPartnerMode = arguments.prefill_partner
+        if partner != "off" and role is not Role.DECODE:
+            return _refused("--prefill-partner: is for sidecars beside decode engines")
+        if partner in ("prefer", "require") and asked.settings.signing is None:
+            return _refused("--prefill-partner: the header is signed; add --sign-with FILE --audience NAME")
         settings = replace(
-            asked.settings, local_id=local.id, modes=(ManagerMode(LOCAL_MANAGERS[role]),), modes_are_fixed=True
+            asked.settings,
+            prefill_partner=partner,
+            local_id=local.id,
+            modes=(ManagerMode(LOCAL_MANAGERS[role]),),
+            modes_are_fixed=True,
         )
         known = any(entry.role is remote for entry in asked.entries)
         if not (known or settings.providers or settings.admin_token):

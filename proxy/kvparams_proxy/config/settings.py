@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from kvparams.dialects.interface import Dialect
 from kvparams.dialects.registry import load_routable_dialects, routable_dialects
@@ -22,9 +22,11 @@ from kvparams_proxy.tokenization.service import TokenizersByModel
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
 from kvparams_proxy.upstream.types import UpstreamLimits
 
-__all__ = ["DEFAULT_MODES", "Settings", "default_spec_rules", "known_dialects"]
+__all__ = ["DEFAULT_MODES", "PrefillPartnerMode", "Settings", "default_spec_rules", "known_dialects"]
 
 
+PrefillPartnerMode = Literal["off", "prefer", "require", "llm-d"]
+"""What a sidecar makes of the header in which an endpoint picker names the prefill engine: see docs/gateway.md."""
 DEFAULT_MODES: Final = (ManagerMode("prefill_then_decode"),)
 
 
@@ -65,6 +67,8 @@ class Settings:
     """The file of client keys (`kvparams keys`); without one anybody may ask."""
     signing: SigningSettings | None = None
     """Documents are signed, for engines that verify them."""
+    prefill_partner: PrefillPartnerMode = "off"
+    """Whether requests may name the prefill engine that an endpoint picker has chosen for them."""
     sharing: SharingSettings | None = None
     """How this proxy shares the fleet with others; without, it is the only one."""
     policy: str = "round_robin"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
-from kvparams.signing.keyring import SigningKeyringError
+from kvparams.signing.keyring import SigningKeyring, SigningKeyringError
 from kvparams.signing.keyring_file import WatchedKeyring
 from kvparams.signing.signer import Signer
 
@@ -40,6 +40,10 @@ class ReloadingSigner:
         """
         self._keys = WatchedKeyring(signing.keys_file)
         self.signer: Final = Signer(self._keys.keyring, signing.audience, now)
+
+    def keyring(self) -> SigningKeyring:
+        """Returns the keys of this moment."""
+        return self._keys.keyring
 
     def reload_if_changed(self) -> None:
         """Reloads the keys if their file has changed.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from math import ceil
 from typing import Final
 
-from kvparams.instances import Role
+from kvparams.instances import RequestFacts, Role
 from kvparams.routing.pairing import PairKey, pair_key
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.leg_queue import unavailable_error
@@ -40,6 +40,19 @@ class Candidates:
         found = self._find(model, beside)
         if not found:
             raise self._absent(model, beside)
+        return found
+
+    def candidates_for(
+        self, facts: RequestFacts, beside: PairKey | Role | None = None, avoid: Collection[str] = ()
+    ) -> list[Member]:
+        """Returns the members that may be chosen for this request, regardless of room.
+
+        Raises:
+            ProxyError: 503 naming the role: there is nobody, or nobody among those that the request is restricted to.
+        """
+        found = self._find_for(facts, beside, avoid)
+        if not found:
+            raise self._absent_for(facts, beside)
         return found
 
     def has_cached_candidates(self, model: str | None) -> bool:
@@ -86,6 +99,17 @@ class Candidates:
             self._candidates[kind] = found
         return found
 
+    def _find_for(self, facts: RequestFacts, beside: PairKey | Role | None, avoid: Collection[str]) -> list[Member]:
+        """Returns the candidates for this request, if there are any. See `InstanceRestriction`."""
+        found = self._find(facts.model, beside)
+        restriction = facts.restrictions.get(self.role) if facts.restrictions else None
+        if restriction is None:
+            return found
+        named = [member for member in found if member.instance.id in restriction.ids]
+        if restriction.is_required:
+            return named
+        return [member for member in named if member.instance.id not in avoid] or found
+
     def _able(self, role: Role, model: str | None, suspicion: int) -> list[Member]:
         members = self._members.values()
         return [m for m in members if m.instance.role is role and m.is_usable(suspicion) and m.serves(model)]
@@ -113,6 +137,13 @@ class Candidates:
             keys = self._keys(beside, model, avoid, 0) or self._keys(beside, model, avoid, _SUSPICION)
             fresh = [member for member in fresh if pair_key(member.instance) in keys] or fresh
         return fresh or candidates
+
+    def _absent_for(self, facts: RequestFacts, beside: PairKey | Role | None) -> ProxyError:
+        """Returns the error that explains why there is no candidate for this request."""
+        if facts.restrictions and self._find(facts.model, beside):
+            why = f"none of the {self.role} instances that this request may use is ready"
+            return unavailable_error(why, f"no_{self.role}_instance", _ABSENT_RETRY_S)
+        return self._absent(facts.model, beside)
 
     def _absent(self, model: str | None, beside: PairKey | Role | None = None) -> ProxyError:
         """Returns the error that explains why there is no candidate for this model."""

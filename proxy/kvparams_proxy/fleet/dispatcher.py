@@ -86,7 +86,7 @@ class Dispatcher(Candidates):
         Raises:
             ProxyError: as for `acquire`.
         """
-        candidates = self.candidates(facts.model)
+        candidates = self.candidates_for(facts)
         if not self.has_limits:
             return
         error = self._room.would_refuse(facts)
@@ -103,7 +103,7 @@ class Dispatcher(Candidates):
     ) -> Instance | None:
         """See `Fleet.acquire`; `beside` only where it matters."""
         if near and not self._room:  # nobody is passed
-            candidates = self.candidates(facts.model, beside)
+            candidates = self.candidates_for(facts, beside, avoid)
             most = 2 * min(each.in_flight for each in candidates) + 1
             those = [
                 each
@@ -113,7 +113,7 @@ class Dispatcher(Candidates):
             chosen = self._choose(those, candidates, facts, ()) if those else None
             if chosen is not None:
                 return chosen.instance
-        if self._careful or avoid or beside is not None or (self.has_limits and self._room):
+        if self._careful or avoid or beside is not None or facts.restrictions or (self.has_limits and self._room):
             return self._acquire_with_care(facts, avoid, waiter, beside)
         candidates = self._candidates.get(facts.model) or self.candidates(facts.model)
         turn = self._turn
@@ -197,7 +197,7 @@ class Dispatcher(Candidates):
         self._guard(mine)
         if self._room:
             self._room.refuse_where(
-                lambda item: None if self._could(item) else self._absent(item.facts.model, item.paired_with)
+                lambda item: None if self._could(item) else self._absent_for(item.facts, item.paired_with)
             )
             self._serve()
 
@@ -212,7 +212,7 @@ class Dispatcher(Candidates):
         self, facts: RequestFacts, avoid: Collection[str], waiter: LegWaiter, beside: PairKey | Role | None
     ) -> Instance | None:
         model = facts.model
-        candidates = self.candidates(model, beside)
+        candidates = self.candidates_for(facts, beside, avoid)
         if not self._room:
             preferred = self._preferred(candidates, avoid, model, beside)
             chosen = self._choose(preferred, candidates, facts, ())
@@ -269,7 +269,7 @@ class Dispatcher(Candidates):
         return self._tokens is None or has_none or member.tokens + tokens <= self._tokens
 
     def _could(self, item: QueuedLeg) -> bool:
-        return bool(self._find(item.facts.model, item.paired_with))
+        return bool(self._find_for(item.facts, item.paired_with, item.avoid))
 
     def _guard(self, mine: list[Member]) -> None:
         troubled = any(member.breaker.state is not BreakerState.CLOSED for member in mine)
@@ -310,7 +310,7 @@ class Dispatcher(Candidates):
         with closing(self._room.iter_lane(head)) as line:
             for passed, ticket in enumerate(line):
                 item = ticket.item
-                candidates = self._find(item.facts.model, item.paired_with)
+                candidates = self._find_for(item.facts, item.paired_with, item.avoid)
                 if isinstance(item.waiter, RemoteLeg):
                     if not self._offer(item.waiter, candidates, kept):
                         break

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvparams.dialects.interface import BootstrapInfo
 from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.routing.pairing import PairTarget, pair_key
+from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet_members import FleetMembers
 from kvparams_proxy.fleet.health import RoleHealth, health_by_role
 from kvparams_proxy.fleet.leg_queue import LegWaiter, QueueObserver, RemoteLeg
@@ -273,6 +274,19 @@ class Fleet(FleetMembers):
         return pair_key(instance) not in pairs and bool(
             pairs & self._roles[instance.role].pair_keys(facts.model, failed)
         )
+
+    def alternatives(self, instance: Instance, facts: RequestFacts, beside: Instance | None = None) -> list[Instance]:
+        """Returns the other instances that might run a leg of this instance, least loaded first. Nothing is taken.
+
+        `beside`: who runs the other leg.
+        """
+        key = pair_key(beside) if beside is not None and self._paired else None
+        try:
+            found = self._roles[instance.role].candidates_for(facts, key)
+        except ProxyError:
+            return []
+        others = [member for member in found if member.instance is not instance]
+        return [member.instance for member in sorted(others, key=lambda each: (each.in_flight, each.tokens))]
 
     def cached_tokens(self, role: Role, facts: RequestFacts) -> Mapping[str, int]:
         """See `kvparams.routing.plan.ExecutionContext.cached_tokens`."""

@@ -144,11 +144,11 @@ class LegQueue:
             priority=facts.priority,
             cost=max(1, facts.prompt_tokens) if self._by_tokens else 1,
             deadline=self._now() + self._wait_s,
-            lane=(model, frozenset(avoid), beside),
+            lane=(model, frozenset(avoid), beside, *facts.restrictions.items()),
         )
         if self._timer is None:
             self._timer = self._call_later(self._wait_s, self._expire)
-        if self.observer is not None and not avoid and beside is None:
+        if self.observer is not None and not (avoid or facts.restrictions) and beside is None:
             self.observer.leg_queued(self._role, waiter)
 
     def find(self, waiter: LegWaiter) -> Ticket[QueuedLeg] | None:

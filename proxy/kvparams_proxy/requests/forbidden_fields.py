@@ -20,6 +20,7 @@ __all__ = [
     "NESTED_CARRIERS",
     "ForbiddenField",
     "forbidden_nvext_members",
+    "is_forbidden_header",
     "is_safe_request_id",
 ]
 
@@ -94,6 +95,7 @@ FORBIDDEN_FIELDS: Final = (
     ForbiddenField("header", "x-encoder-hosts-ports", _LLMD),
     ForbiddenField("header", "x-kv-cache-source-host-port", _LLMD),
     ForbiddenField("header", "x-data-parallel-host-port", _LLMD),
+    ForbiddenField("header", "x-kvparams-prefill-partner", "kvparams sidecar: who computes the prompt"),
     ForbiddenField("header", "x-worker-instance-id", _DYNAMO_HEADERS),
     ForbiddenField("header", "x-prefill-instance-id", _DYNAMO_HEADERS),
     ForbiddenField("header", "x-dp-rank", _DYNAMO_HEADERS),
@@ -125,6 +127,9 @@ FORWARDED_HEADERS: Final = frozenset((b"traceparent", b"tracestate"))
 
 _SAFE_ID: Final = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _STEERING_IDS: Final = tuple(row.name.encode() for row in FORBIDDEN_FIELDS if row.location == "request id")
+_HEADERS: Final = tuple(row.name.encode() for row in FORBIDDEN_FIELDS if row.location == "header")
+_STEERING_HEADERS: Final = frozenset(name for name in _HEADERS if not name.endswith(b"*"))
+_STEERING_STARTS: Final = tuple(name[:-1] for name in _HEADERS if name.endswith(b"*"))
 _HINTS: Final = frozenset(row.name for row in FORBIDDEN_FIELDS if row.location == "nvext")
 _HINT_ENDS: Final = tuple(name[1:] for name in _HINTS if name.startswith("*"))
 
@@ -132,6 +137,11 @@ _HINT_ENDS: Final = tuple(name[1:] for name in _HINTS if name.startswith("*"))
 def is_safe_request_id(request_id: bytes) -> bool:
     """Returns whether a client's X-Request-Id may reach engines unchanged: engines have read addresses out of it."""
     return _SAFE_ID.fullmatch(request_id) is not None and not any(part in request_id for part in _STEERING_IDS)
+
+
+def is_forbidden_header(name: bytes) -> bool:
+    """Returns whether a header, whose name is in lower case, steers an engine or a sidecar."""
+    return name in _STEERING_HEADERS or name.startswith(_STEERING_STARTS)
 
 
 def forbidden_nvext_members(names: Iterable[str]) -> list[str]:

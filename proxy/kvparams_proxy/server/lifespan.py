@@ -28,6 +28,7 @@ from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.kv_releaser import KVReleaser
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.bootstrap_servers import BootstrapServers
+from kvparams_proxy.fleet.endpoint_names import EndpointNames
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.kv_events.unused_events_logger import UnusedEventsLogger
 from kvparams_proxy.fleet.probes import Prober
@@ -43,6 +44,7 @@ from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
 from kvparams_proxy.server.draining import DrainState
 from kvparams_proxy.server.lifespan_helpers import id_maker, reload_on_change, role_alone, switch_modes
 from kvparams_proxy.server.memory_trimmer import MemoryTrimmer
+from kvparams_proxy.server.prefill_partners import make_prefill_partners
 from kvparams_proxy.server.request_handler import RequestHandler
 from kvparams_proxy.server.shared_admin import SharedAdmin
 from kvparams_proxy.telemetry.exposition import MetricsExposition
@@ -117,9 +119,12 @@ async def app_lifespan(
         if worker is not None:
             worker.attach(parts.exposition)
         resources = _execution_resources(settings, plugins, parts)
+        partners = make_prefill_partners(settings, plugins.signing, EndpointNames(parts.fleet, parts.pools))
+        if partners is not None:
+            parts.exposition.add(partners)
         generate = {
             each.path: RequestHandler(
-                resources, plugins.modes, plugins.keys, each, parts.bodies, role_alone(each, settings.local)
+                resources, plugins.modes, plugins.keys, each, parts.bodies, role_alone(each, settings.local), partners
             )
             for each in ENDPOINTS
         }

@@ -13,8 +13,9 @@ from typing import Final, cast
 
 from starlette.types import Receive, Scope, Send
 
-from kvparams.instances import Role
+from kvparams.instances import InstanceRestriction, Role
 from kvparams.routing.managers.aggregated import Aggregated
+from kvparams.routing.managers.interface import DisaggregatedRequestManager
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.event_loop.step_runner import StepRunner, StepTask
 from kvparams_proxy.execution.active_modes import ActiveModes
@@ -27,6 +28,7 @@ from kvparams_proxy.requests.downstream import ASGIDownstream, Downstream
 from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.requests.forbidden_fields import FORWARDED_HEADERS, is_safe_request_id
 from kvparams_proxy.requests.intake import ParsedRequest, parse_request, parse_request_in_steps
+from kvparams_proxy.server.prefill_partners import PARTNER_HEADERS, PrefillPartners
 from kvparams_proxy.telemetry.request_record import RefusedRequest
 from kvparams_proxy.telemetry.tracing import TraceContext
 from kvparams_proxy.tokenization.service import RoutingTokens
@@ -38,6 +40,7 @@ _BOTH: Final = (Role.AGGREGATED,)
 _HEEDED: Final = FORWARDED_HEADERS | {
     *(b"x-request-id", b"content-encoding", b"authorization", b"x-session-id"),
     *(b"content-type", b"content-length"),
+    *PARTNER_HEADERS,
 }
 """Headers that matter."""
 _JSON: Final = b"application/json"
@@ -67,6 +70,8 @@ class Admission:
     error: ProxyError | None
     session_id: str = ""
     """What the client calls its conversation; no engine hears it."""
+    partner: InstanceRestriction | None = None
+    """The prefill instance that an endpoint picker has chosen."""
 
 
 class RequestHandler:
@@ -80,15 +85,17 @@ class RequestHandler:
         endpoint: APIEndpoint,
         bodies: BodyBudget,
         alone: Role | None = None,
+        partners: PrefillPartners | None = None,
     ) -> None:
         """Creates the handler of one endpoint.
 
         `bodies`: what the bodies of all requests may take together; `alone`: whose engines answer, where the work is
-        not split.
+        not split; `partners`: where requests may name their prefill instance.
         """
         self._resources = resources
         self._modes = modes
         self._alone = None if alone is None else Aggregated(role=alone)
+        self._partners = partners
         self._keys = keys
         self._endpoint = endpoint
         self.bodies = bodies
@@ -102,6 +109,7 @@ class RequestHandler:
         forwarded: list[bytes] = []
         session = ""
         typed = False
+        partner: dict[bytes, bytes] = {}
         for name, value in headers:
             if name not in _HEEDED:
                 continue
@@ -122,6 +130,8 @@ class RequestHandler:
                 session = value[:_MOST_SESSION].decode("latin-1")
             elif name in FORWARDED_HEADERS:
                 forwarded.append(b"%b: %b\r\n" % (name, value))
+            elif name in PARTNER_HEADERS:
+                partner[name] = value
         if not typed and error is None:
             error = ProxyError(415, "invalid_request_error", _NOT_JSON)
         client: AuthenticatedClient | None = None
@@ -138,7 +148,13 @@ class RequestHandler:
                 request = given.decode()
             else:
                 self._resources.metrics.stripped["request_id"] += 1
-        return Admission(request, transfer, forwarded, authorization, client, error, session)
+        admission = Admission(request, transfer, forwarded, authorization, client, error, session)
+        if self._partners is not None and error is None:
+            try:
+                admission.partner = self._partners.find(partner, request)
+            except ProxyError as refused:
+                admission.error = refused.with_traceback(None)
+        return admission
 
     def _length_error(self, value: bytes) -> ProxyError | None:
         """Returns why a request with this Content-Length is refused, or None."""
@@ -218,6 +234,8 @@ class RequestHandler:
             unknown = ProxyError(404, "not_found_error", message, param="model", code="model_not_found")
             unknown.model = model
             raise unknown
+        if admission.partner is not None:
+            inbound.facts = inbound.facts._replace(restrictions={Role.PREFILL: admission.partner})
         trace, forwarded, authorization = None, admission.forwarded, admission.authorization
         if resources.tracer is not None:
             trace, forwarded = resources.tracer.begin(forwarded)
@@ -247,18 +265,17 @@ class RequestHandler:
         done: Callable[[], None] | None,
         trace: TraceContext | None,
     ) -> None:
-        """Executes a request that is ready to be routed. Where one engine does both, it serves all that is not split.
-
-        Arguments are as for `Execution`.
-        """
-        endpoint = self._endpoint
-        manager = self._modes.select_manager(inbound.facts, endpoint.path, inbound.stream)
-        if self._alone is not None and manager.roles != _BOTH:
-            manager = self._alone
+        """Executes a request that is ready to be routed. Arguments are as for `Execution`."""
+        manager = self._select_manager(inbound)
         execution = Execution(
-            self._resources, manager, endpoint, inbound, upstream, authorization, downstream, done, trace
+            self._resources, manager, self._endpoint, inbound, upstream, authorization, downstream, done, trace
         )
         self._resources.start_batcher.schedule(execution.run)
+
+    def _select_manager(self, inbound: ParsedRequest) -> DisaggregatedRequestManager:
+        """Returns the manager of a request. Where one engine does both, it serves all that is not split."""
+        manager = self._modes.select_manager(inbound.facts, self._endpoint.path, inbound.stream)
+        return manager if self._alone is None or manager.roles == _BOTH else self._alone
 
     def refuse(self, admission: Admission, error: ProxyError, downstream: Downstream) -> None:
         """Answers with an error in place of an execution."""

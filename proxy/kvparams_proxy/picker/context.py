@@ -1,0 +1,108 @@
+"""Holds what all streams of a picker share: the fleet, the intake, names of endpoints, and how partners are told."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvparams.instances import Instance, Role
+from kvparams.signing.partner_claim import PARTNER_HEADER, PartnerClaim, PartnerSigner
+from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.fleet.endpoint_names import EndpointNames
+from kvparams_proxy.fleet.registry.registry import Registry
+from kvparams_proxy.picker.handlers import PickHandler
+from kvparams_proxy.picker.metrics import PickerMetrics
+from kvparams_proxy.picker.pick import Destination, Pick
+from kvparams_proxy.picker.settings import PickerSettings
+from kvparams_proxy.requests.authentication import APIKeyAuthenticator
+from kvparams_proxy.server.prefill_partners import LLM_D_PARTNER_HEADER
+
+__all__ = ["PickerContext"]
+
+_AUTHORIZATION: Final = "authorization"
+_RETRY_S: Final = 1
+_ANSWERING: Final = (Role.AGGREGATED, Role.DECODE)
+
+
+@dataclass(frozen=True, slots=True)
+class PickerContext:
+    """The parts that streams share."""
+
+    settings: PickerSettings
+    resources: ExecutionResources
+    modes: ActiveModes
+    handlers: Mapping[str, PickHandler]
+    """By path."""
+    keys: APIKeyAuthenticator | None
+    registry: Registry
+    endpoints: EndpointNames
+    metrics: PickerMetrics
+    signer: PartnerSigner | None
+    is_draining: Callable[[], bool]
+
+    @property
+    def removed(self) -> list[str]:
+        """Returns the headers that no engine sees, whatever the client sends."""
+        return [] if self.keys is None else [_AUTHORIZATION]
+
+    def name_endpoints(self, pick: Pick, destination: Destination) -> list[str]:
+        """Returns the endpoints that a request may go to, the chosen one first; none where that has no address yet."""
+        first = self.endpoints.endpoint(destination.instance)
+        if first is None:
+            return []
+        own_key = self._own_key(destination.instance)
+        others = [
+            endpoint
+            for each in pick.alternatives(self.settings.fallbacks)
+            if self._own_key(each) == own_key and (endpoint := self.endpoints.endpoint(each)) is not None
+        ]
+        return [first, *others]
+
+    def request_headers(self, pick: Pick, destination: Destination) -> dict[str, bytes]:
+        """Returns the headers that the request gets."""
+        headers = {"x-request-id": pick.facts.request_id.encode()}
+        key = self._own_key(destination.instance)
+        if key is not None:
+            headers[_AUTHORIZATION] = key
+        if pick.trace_context is not None:
+            name, _, value = pick.trace_context.leg_traceparent_header().rstrip().partition(b": ")
+            headers[name.decode()] = value
+        if destination.partner is not None:
+            headers.update(self._partner_headers(pick, destination.partner))
+        return headers
+
+    def count_served(self, served: str | None, named: Sequence[str], *, from_engine: bool) -> Instance | None:
+        """Counts a response by the endpoint that made it. Returns its instance, where that is known."""
+        if not from_engine:
+            self.metrics.served["unreached"] += 1
+            return None
+        if served is None:
+            self.metrics.served["unknown"] += 1
+            return None
+        if served == named[0]:
+            self.metrics.served["primary"] += 1
+            return None
+        self.metrics.served["fallback" if served in named else "unlisted"] += 1
+        return self.endpoints.find(served, *_ANSWERING)
+
+    def unnamed_error(self) -> ProxyError:
+        """Returns the error of a request whose engine's name has led to no address yet."""
+        said = "the address of the chosen engine is not known yet; try again later"
+        return ProxyError(503, "service_unavailable", said, code="no_address", retry_after_s=_RETRY_S)
+
+    def _own_key(self, instance: Instance) -> bytes | None:
+        key = self.registry.credentials_for(instance.id).key
+        return None if key is None else b"Bearer %b" % key.reveal().encode()
+
+    def _partner_headers(self, pick: Pick, partner: Instance) -> dict[str, bytes]:
+        endpoint = self.endpoints.endpoint(partner)
+        if endpoint is None:  # the sidecar chooses
+            return {}
+        self.metrics.partners += 1
+        headers: dict[str, bytes] = {}
+        if self.signer is not None:
+            headers[PARTNER_HEADER] = self.signer.sign(PartnerClaim(pick.facts.request_id, endpoint)).encode()
+        if self.settings.partner_dialect != "signed":
+            headers[LLM_D_PARTNER_HEADER] = endpoint.encode()
+        return headers

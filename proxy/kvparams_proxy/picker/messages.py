@@ -1,0 +1,206 @@
+"""Reads and writes the messages of Envoy's ext_proc service, as the endpoint picker protocol 1.0.0 uses them.
+
+Sources: gateway-api-inference-extension docs/proposals/004-endpoint-picker-protocol, and external_processor.proto of
+Envoy 1.40. The generated modules have no types, so nothing outside this module reads a field of a message.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any, Final, Literal
+
+from kvparams_proxy.errors import ProxyError
+
+__all__ = [
+    "DESTINATION",
+    "SERVICE",
+    "BodyMode",
+    "Message",
+    "body_mode",
+    "buffered_body_answer",
+    "chunk",
+    "destination_answer",
+    "encode",
+    "header_pairs",
+    "immediate_error",
+    "is_last",
+    "kind_of",
+    "parse",
+    "pass_response_body",
+    "pass_unchanged",
+    "served_endpoint",
+    "streamed_body",
+    "subset_hint",
+    "was_answered_by_engine",
+]
+
+Message = Any
+"""A `ProcessingRequest` or a `ProcessingResponse`."""
+BodyMode = Literal["none", "streamed", "buffered", "partial", "duplex"]
+MessageKind = Literal[
+    "request_headers", "request_body", "request_trailers", "response_headers", "response_body", "response_trailers"
+]
+
+SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+DESTINATION: Final = "x-gateway-destination-endpoint"
+"""The header, and the key of the metadata, that names the endpoints in the order in which they are tried."""
+_SERVED: Final = f"{DESTINATION}-served"
+_SUBSET: Final = f"{DESTINATION}-subset"
+_NAMESPACE: Final = "envoy.lb"
+_SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
+_EXT_PROC: Final = "envoy.filters.http.ext_proc"
+_UPSTREAM_ADDRESS: Final = "upstream.address"
+_CODE_DETAILS: Final = "response.code_details"
+_FROM_ENGINE: Final = "via_upstream"
+_CHUNK_BYTES: Final = 62_000
+"""The largest chunk of a body that Envoy accepts is 64 KB (gateway-api-inference-extension pkg/epp/util/envoy)."""
+_BODY_MODES: Final[tuple[BodyMode, ...]] = ("none", "streamed", "buffered", "partial", "duplex")
+"""By the numbers of `ProcessingMode.BodySendMode`."""
+
+_pb: Final[Any] = import_module(f"{SERVICE.rpartition('.')[0]}.external_processor_pb2")
+_base: Final[Any] = import_module("envoy.config.core.v3.base_pb2")
+_status: Final[Any] = import_module("envoy.type.v3.http_status_pb2")
+_SET: Final[Any] = _base.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+
+parse: Final[Any] = _pb.ProcessingRequest.FromString
+encode: Final[Any] = _pb.ProcessingResponse.SerializeToString
+
+
+def kind_of(request: Message) -> MessageKind | None:
+    """Returns which part of a request or response a message carries; None for a kind that Envoy 1.40 does not know."""
+    kind: MessageKind | None = request.WhichOneof("request")
+    return kind
+
+
+def body_mode(request: Message) -> tuple[BodyMode, BodyMode]:
+    """Returns how the first message of a stream says that bodies of the request and of the response are sent."""
+    config = request.protocol_config
+    of_request: int = config.request_body_mode
+    of_response: int = config.response_body_mode
+    return _BODY_MODES[of_request], _BODY_MODES[of_response]
+
+
+def header_pairs(request: Message) -> list[tuple[bytes, bytes]]:
+    """Returns the headers, pseudo headers among them, with names in lower case as Envoy sends them."""
+    headers = getattr(request, request.WhichOneof("request")).headers.headers
+    return [(each.key.encode(), each.raw_value or each.value.encode()) for each in headers]
+
+
+def is_last(request: Message) -> bool:
+    """Returns whether nothing follows these headers or this chunk."""
+    last: bool = getattr(request, request.WhichOneof("request")).end_of_stream
+    return last
+
+
+def chunk(request: Message) -> bytes:
+    """Returns a piece of a body."""
+    body: bytes = getattr(request, request.WhichOneof("request")).body
+    return body
+
+
+def subset_hint(request: Message) -> frozenset[str] | None:
+    """Returns the endpoints to choose from, `ip:port` each; None where the data plane does not restrict the choice."""
+    metadata = request.metadata_context.filter_metadata
+    if _SUBSET_NAMESPACE not in metadata or _SUBSET not in metadata[_SUBSET_NAMESPACE].fields:
+        return None
+    value = metadata[_SUBSET_NAMESPACE].fields[_SUBSET]
+    if value.HasField("list_value"):
+        return frozenset(each.string_value.strip() for each in value.list_value.values)
+    return frozenset(part for each in value.string_value.split(",") if (part := each.strip()))
+
+
+def served_endpoint(request: Message) -> str | None:
+    """Returns the endpoint that answered, `ip:port`, from the protocol's metadata or from Envoy's own attribute."""
+    metadata = request.metadata_context.filter_metadata
+    if _NAMESPACE in metadata and _SERVED in metadata[_NAMESPACE].fields:
+        return metadata[_NAMESPACE].fields[_SERVED].string_value or None
+    return _attribute(request, _UPSTREAM_ADDRESS)
+
+
+def was_answered_by_engine(request: Message) -> bool:
+    """Returns whether a response is an engine's. False: the data plane has made it, because it reached no engine."""
+    details = _attribute(request, _CODE_DETAILS)
+    return details is None or details == _FROM_ENGINE
+
+
+def destination_answer(
+    endpoints: Sequence[str], headers: Mapping[str, bytes], removed: Iterable[str], *, to_body: bool = False
+) -> Message:
+    """Returns the answer that names the destination, in a header and in metadata.
+
+    Args:
+        endpoints: `ip:port` each, in the order in which they are tried.
+        headers: further headers to set.
+        removed: headers to remove.
+        to_body: whether it answers a whole body, and not the headers.
+    """
+    value = ",".join(endpoints)
+    answer = _pb.ProcessingResponse()
+    common = (answer.request_body if to_body else answer.request_headers).response
+    common.clear_route_cache = True
+    common.header_mutation.set_headers.extend(
+        [_header(DESTINATION, value.encode()), *(_header(*each) for each in headers.items())]
+    )
+    common.header_mutation.remove_headers.extend(removed)
+    answer.dynamic_metadata.fields[_NAMESPACE].struct_value.fields[DESTINATION].string_value = value
+    return answer
+
+
+def buffered_body_answer(answer: Message, body: bytes | None) -> Message:
+    """Adds to `destination_answer(to_body=True)` what replaces the body. None leaves the body as it is."""
+    if body is not None:
+        answer.request_body.response.body_mutation.body = body
+    return answer
+
+
+def streamed_body(body: bytes, *, ends: bool = True) -> Iterator[Message]:
+    """Yields a body in chunks that Envoy accepts. `ends`: whether no trailers follow."""
+    for start in range(0, max(1, len(body)), _CHUNK_BYTES):
+        piece = body[start : start + _CHUNK_BYTES]
+        answer = _pb.ProcessingResponse()
+        streamed = answer.request_body.response.body_mutation.streamed_response
+        streamed.body, streamed.end_of_stream = piece, ends and start + _CHUNK_BYTES >= len(body)
+        yield answer
+
+
+def pass_response_body(request: Message) -> Message:
+    """Returns the answer to a chunk of a response in full duplex, which passes unchanged."""
+    answer = _pb.ProcessingResponse()
+    streamed = answer.response_body.response.body_mutation.streamed_response
+    streamed.body, streamed.end_of_stream = request.response_body.body, request.response_body.end_of_stream
+    return answer
+
+
+def pass_unchanged(kind: MessageKind, headers: Mapping[str, bytes] | None = None) -> Message:
+    """Returns the answer to a part that passes unchanged, apart from headers that are set in it."""
+    answer = _pb.ProcessingResponse()
+    part = getattr(answer, kind)
+    part.SetInParent()
+    if headers:
+        part.response.header_mutation.set_headers.extend(_header(*each) for each in headers.items())
+    return answer
+
+
+def immediate_error(error: ProxyError, request_id: str) -> Message:
+    """Returns the message that has the data plane answer with an error itself."""
+    answer = _pb.ProcessingResponse()
+    immediate = answer.immediate_response
+    immediate.status.code = error.status if error.status in _status.StatusCode.values() else 500
+    immediate.body, immediate.details = error.body(), error.name.replace(" ", "_")
+    headers = [_header("content-type", b"application/json"), _header("x-request-id", request_id.encode())]
+    for line in error.headers().split(b"\r\n"):
+        name, _, value = line.partition(b": ")
+        if name:
+            headers.append(_header(name.decode(), value))
+    immediate.headers.set_headers.extend(headers)
+    return answer
+
+
+def _header(name: str, value: bytes) -> Message:
+    return _base.HeaderValueOption(header=_base.HeaderValue(key=name, raw_value=value), append_action=_SET)
+
+
+def _attribute(request: Message, name: str) -> str | None:
+    if _EXT_PROC not in request.attributes or name not in request.attributes[_EXT_PROC].fields:
+        return None
+    text: str = request.attributes[_EXT_PROC].fields[name].string_value
+    return text or None

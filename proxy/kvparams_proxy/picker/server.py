@@ -1,0 +1,112 @@
+"""The gRPC server of the endpoint picker: Envoy's ext_proc service and health checks."""
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+import grpc
+from grpc import aio
+
+from kvparams.instances import Role
+from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair
+from kvparams_proxy.picker import messages as ext_proc
+from kvparams_proxy.picker.context import PickerContext
+from kvparams_proxy.picker.health import health_handler
+from kvparams_proxy.picker.settings import PickerTLS
+from kvparams_proxy.picker.stream import PickerStream
+
+__all__ = ["PickerListenError", "serve_picks"]
+
+_log: Final = logging.getLogger(__name__)
+_METHOD: Final = "Process"
+_MESSAGE_BYTES: Final = 64 << 20
+"""A whole body comes in one message where the data plane buffers it."""
+_SPLIT: Final = frozenset((Role.PREFILL, Role.DECODE))
+_grpc: Final[Any] = grpc
+_aio: Final[Any] = aio
+"""grpcio has no types."""
+
+
+class PickerListenError(OSError):
+    """The port of the gRPC server cannot be used."""
+
+
+@asynccontextmanager
+async def serve_picks(context: PickerContext, grace_s: float) -> AsyncGenerator[int]:
+    """Serves picks until the block is left, and yields the port.
+
+    Args:
+        context: what streams share.
+        grace_s: how long running streams may go on at the end.
+
+    Raises:
+        PickerListenError: the address cannot be used.
+        OSError: a TLS file cannot be read.
+    """
+    settings = context.settings
+    server: Any = _aio.server(
+        options=[
+            ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+            ("grpc.max_send_message_length", _MESSAGE_BYTES),
+            ("grpc.max_concurrent_streams", settings.max_streams),
+            ("grpc.so_reuseport", 0),
+        ],
+        maximum_concurrent_rpcs=settings.max_streams,
+    )
+    service = _Service(context)
+    handler: Any = _grpc.stream_stream_rpc_method_handler(service.process, ext_proc.parse, ext_proc.encode)
+    picks: Any = _grpc.method_handlers_generic_handler(ext_proc.SERVICE, {_METHOD: handler})
+    server.add_generic_rpc_handlers((picks, health_handler(lambda: is_ready(context))))
+    address = f"[{settings.host}]:{settings.port}" if ":" in settings.host else f"{settings.host}:{settings.port}"
+    try:
+        if settings.tls is None:
+            port: int = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, _credentials(settings.tls))
+    except RuntimeError as error:
+        raise PickerListenError(f"cannot listen on {address}: {error}") from None
+    await server.start()
+    _log.info("endpoint picker: gRPC on %s:%d", settings.host, port)
+    try:
+        yield port
+    finally:
+        await server.stop(grace_s)
+
+
+def is_ready(context: PickerContext) -> bool:
+    """Returns whether requests can be picked: every needed role has an engine, and the process does not drain."""
+    fleet = context.resources.fleet
+    if context.is_draining():
+        return False
+    health = fleet.health()
+    if any(health[role].status is HealthStatus.UNAVAILABLE for role in fleet.needed if role in health):
+        return False
+    return not fleet.needed >= _SPLIT or has_usable_pair(fleet.members)
+
+
+class _Service:
+    """The ext_proc service."""
+
+    def __init__(self, context: PickerContext) -> None:
+        self._context = context
+
+    async def process(self, requests: AsyncIterator[ext_proc.Message], call: Any) -> None:
+        """Serves one stream."""
+        metrics = self._context.metrics
+        metrics.streams += 1
+        try:
+            await PickerStream(self._context, requests, call.write).run()
+        except Exception:
+            metrics.faults += 1
+            _log.exception("a request ended with a fault of the picker")
+            raise
+        finally:
+            metrics.streams -= 1
+
+
+def _credentials(tls: PickerTLS) -> Any:
+    """Returns the server's credentials, for gRPC."""
+    pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
+    authority = None if tls.client_ca is None else tls.client_ca.read_bytes()
+    return _grpc.ssl_server_credentials([pair], authority, require_client_auth=authority is not None)
