@@ -121,6 +121,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     )
     server = _server_settings(options, tls, notes)
     notes += notes_of_open_files(options.admin_token_file, options.share_keys, rules.credential_sources.key_file)
+    notes += _notes_of_shared_urls(entries)
     notes += [f"left out: {error}" for error in load_tables_and_errors()[1]]
     return Configuration(
         settings,
@@ -314,6 +315,17 @@ def _entries(
         if entry is not None:
             entries.append(entry)
     return tuple(entries)
+
+
+def _notes_of_shared_urls(entries: Sequence[InstanceSpec]) -> list[str]:
+    """Returns a note for each decode engine whose URL is also that of a prefill engine."""
+    prefill = {entry.url: entry.id for entry in entries if entry.role is Role.PREFILL}
+    return [
+        f"WARNING: {prefill[entry.url]} and {entry.id} have the same URL {entry.url}; an engine that prefills and "
+        "decodes alone is declared with --aggregated"
+        for entry in entries
+        if entry.role is Role.DECODE and entry.url in prefill
+    ]
 
 
 def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: ConfigProblems) -> dict[str, str]:

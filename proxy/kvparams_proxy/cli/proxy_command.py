@@ -3,9 +3,10 @@
 import argparse
 import asyncio
 import logging
+import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Final
 
@@ -33,6 +34,7 @@ from kvparams_proxy.telemetry.log_handler import LineWriterHandler
 __all__ = ["COMMAND", "add_fleet_flags", "add_option_flags", "load_configuration", "run_server"]
 
 _STDERR: Final = 2
+_OPTION: Final = re.compile(r"--([a-z][a-z0-9-]*)")
 _GRADES: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
 _EXAMPLE: Final = """
 Example with two prefill and two decode engines that use vLLM's NIXL connector:
@@ -48,6 +50,9 @@ The same from a file, which may change while the proxy runs (examples/fleet.yaml
   instances:
     - {id: p0, url: "http://10.0.0.1:8000", role: prefill}
     - {id: d0, url: "http://10.0.0.3:8000", role: decode}
+
+Every option can be set by an environment variable: --queue-wait is KVPARAMS_QUEUE_WAIT. A flag takes precedence over
+its variable, and the variable over the file.
 
 To check that the engines match their declarations and that KV gets from prefill to decode:
 
@@ -184,8 +189,16 @@ def load_configuration(command: str, arguments: argparse.Namespace) -> Configura
         return build_configuration(arguments)
     except ConfigError as error:
         for problem in error.problems:
-            print(f"kvparams {command}: {problem}", file=sys.stderr)
+            print(f"kvparams {command}: {_name_variable(problem, arguments)}", file=sys.stderr)
         return None
+
+
+def _name_variable(problem: str, arguments: argparse.Namespace) -> str:
+    """Returns a problem with the name of the environment variable instead of the option that it sets."""
+    sources: Mapping[str, str] = getattr(arguments, "option_sources", {})
+    found = _OPTION.match(problem)
+    source = "" if found is None else sources.get(found[1].replace("-", "_"), "")
+    return problem if found is None or not source or source.startswith("-") else source + problem[found.end() :]
 
 
 def run_server(
