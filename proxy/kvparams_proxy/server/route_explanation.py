@@ -1,6 +1,7 @@
 """Serves `POST /admin/explain-route`, which explains where a request would go now. The body is a client's request.
 
-It sends no leg and counts no load. It asks an engine's `/tokenize` only where prompts get their ids there.
+It works with every policy. It sends no leg and counts no load, and it is nobody's turn. It asks an engine's `/tokenize`
+only where prompts get their ids there.
 """
 
 import asyncio
@@ -17,10 +18,10 @@ from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_c
 from kvparams_proxy.requests.body import RequestBody
 from kvparams_proxy.requests.endpoints import ENDPOINTS, APIEndpoint
 from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
-from kvparams_proxy.tokenization.service import RoutingTokens
+from kvparams_proxy.tokenization.service import RoutingTokens, TokenIdSource
 
 if TYPE_CHECKING:
-    from kvparams_proxy.fleet.routing_decision import RouteExplanation
+    from kvparams_proxy.fleet.routing_decision import CacheExplanation, RouteExplanation
 
 __all__ = ["explain_route"]
 
@@ -29,7 +30,7 @@ async def explain_route(request: Request) -> Response:
     """Returns the explanation as a response.
 
     Raises:
-        ProxyError: as the proxy would answer such a request; 400 where no engine is chosen by what it has cached.
+        ProxyError: as the proxy would answer such a request.
     """
     resources: ExecutionResources = request.state.resources
     path = request.query_params.get("path", "/v1/completions")
@@ -44,14 +45,24 @@ async def explain_route(request: Request) -> Response:
         facts = facts._replace(routing_ids=prompt.ids, prompt_tokens=prompt.tokens or facts.prompt_tokens)
     role = Role.PREFILL if resources.fleet.has_candidates(Role.PREFILL, facts.model) else Role.AGGREGATED
     explained = resources.fleet.explain(role, facts)
-    if explained is None or resources.prefix_cache is None:
-        message = f"the policy {resources.settings.policy} does not use engines' caches"
-        raise ProxyError(400, "invalid_request_error", message, code="policy")
     by_client = facts.token_ids is not None or facts.routing_ids is not None
-    found = prompt.source if prompt is not None else "client" if by_client else None
-    document = _document(explained, found)
-    document["accuracy"] = resources.prefix_cache.prediction_stats.accuracy
-    document["alarm"] = resources.prefix_cache.prediction_stats.alarmed
+    source = prompt.source if prompt is not None else TokenIdSource.CLIENT if by_client else None
+    document: dict[str, object] = {
+        "object": "route",
+        "policy": resources.settings.policy,
+        "role": role,
+        "tokens": facts.prompt_tokens,
+        "ids": source,
+        "estimated": source in (None, TokenIdSource.BYTES),
+        "chosen": explained.chosen.id,
+    }
+    by_cache = explained.by_cache
+    if by_cache is None or resources.prefix_cache is None:
+        document |= _explain_by_load(explained, resources.settings.policy)
+    else:
+        document |= _explain_by_cache(explained, by_cache)
+        stats = resources.prefix_cache.prediction_stats
+        document |= {"accuracy": stats.accuracy, "alarm": stats.alarmed}
     return JSONResponse(document)
 
 
@@ -79,28 +90,36 @@ async def _prompt(resources: ExecutionResources, endpoint: APIEndpoint, inbound:
     return await found
 
 
-def _document(explained: "RouteExplanation", source: str | None) -> dict[str, object]:
-    decision = explained.decision
-    return {
-        "object": "route",
-        "tokens": decision.prompt_tokens,
-        "ids": source,
-        "chosen": decision.chosen.id,
-        "decision": decision.summary(),
-        "candidates": [
-            {
-                "id": member.instance.id,
-                "cached": one.cached_tokens,
-                "fetched": one.fetched_tokens,
-                "source": None if source is None else source.id,
-                "computed": one.computed_tokens,
-                "wait_s": round(one.wait_s, 6),
-                "fetch_s": round(one.fetch_s, 6),
-                "compute_s": round(one.compute_s, 6),
-                "first_token_s": round(one.ttft_s, 6),
-                "in_flight": member.in_flight,
-                "legs_seen": member.backlog.cost_model.sample_count,
-            }
-            for member, one, source in zip(explained.members, explained.expected, explained.sources, strict=True)
-        ],
-    }
+def _explain_by_cache(explained: "RouteExplanation", found: "CacheExplanation") -> dict[str, object]:
+    """Returns a decision by what engines have cached, with the estimates for each candidate."""
+    candidates = [
+        {
+            "id": member.instance.id,
+            "cached": one.cached_tokens,
+            "fetched": one.fetched_tokens,
+            "source": None if source is None else source.id,
+            "computed": one.computed_tokens,
+            "wait_s": round(one.wait_s, 6),
+            "fetch_s": round(one.fetch_s, 6),
+            "compute_s": round(one.compute_s, 6),
+            "first_token_s": round(one.ttft_s, 6),
+            "in_flight": member.in_flight,
+            "legs_seen": member.backlog.cost_model.sample_count,
+        }
+        for member, one, source in zip(explained.members, found.expected, found.sources, strict=True)
+    ]
+    return {"tokens": found.decision.prompt_tokens, "decision": found.decision.summary(), "candidates": candidates}
+
+
+def _explain_by_load(explained: "RouteExplanation", policy: str) -> dict[str, object]:
+    """Returns the choice of a policy that ignores caches, with the load that it may have looked at."""
+    chosen = next(member for member in explained.members if member.instance is explained.chosen)
+    decision = (
+        f"{explained.chosen.id}: chosen by {policy} among {len(explained.members)} candidates; "
+        f"it has {chosen.in_flight} requests in flight"
+    )
+    candidates = [
+        {"id": member.instance.id, "in_flight": member.in_flight, "tokens_in_flight": member.tokens}
+        for member in explained.members
+    ]
+    return {"decision": decision, "candidates": candidates, "accuracy": None, "alarm": False}
