@@ -69,6 +69,14 @@ class Configuration(NamedTuple):
     """The number of processes that serve. A sidecar ignores it."""
     max_connections: int | None = None
     """The limit for all workers together, if one is given."""
+    options: ProxyOptions = ProxyOptions()
+    """The options, of which `settings` and `server` are made."""
+    flag_options: frozenset[str] = frozenset()
+    """Names of options that the command line or the environment sets."""
+    file: str = ""
+    """The path of the fleet file; empty without one."""
+    file_options: frozenset[str] = frozenset()
+    """Names of options that the fleet file sets."""
 
 
 def build_configuration(arguments: argparse.Namespace) -> Configuration:
@@ -132,6 +140,10 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         (*static.notes, *notes),
         options.workers,
         options.max_connections,
+        options,
+        frozenset(flags.model_fields_set),
+        arguments.config or "",
+        frozenset() if provider is None else frozenset(provider.document.settings.model_fields_set),
     )
 
 

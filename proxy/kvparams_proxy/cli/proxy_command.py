@@ -16,6 +16,7 @@ from kvparams.dialects.registry import routable_dialect_names
 from kvparams.instances import Role
 from kvparams_proxy.cli import production_stack_flags
 from kvparams_proxy.cli.configuration import Configuration, build_configuration
+from kvparams_proxy.cli.effective_settings import describe_effective_settings
 from kvparams_proxy.cli.exchange_check import check_exchange
 from kvparams_proxy.cli.fleet_check import check_fleet
 from kvparams_proxy.cli.worker_pool import run_workers
@@ -92,6 +93,9 @@ class ProxyCommand:
         asked = load_configuration("proxy", arguments)
         if asked is None:
             return 2
+        if arguments.print_config:
+            print(describe_effective_settings("proxy", arguments, asked))
+            return 0
         needed = sorted(ActiveModes(asked.settings.modes).roles)
         missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
         notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
@@ -160,6 +164,12 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignor
         action="store_true",
         help="check the engines and exit: compare each engine with its declaration, and send one small request "
         "through each pair. The exit status is 1 if a check fails. Run it while the engines are idle",
+    )
+    group.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the effective settings, each with its source: a flag, an environment variable, the file or the "
+        "default; and exit. Secrets are not printed",
     )
 
 
