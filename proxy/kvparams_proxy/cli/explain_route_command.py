@@ -92,7 +92,7 @@ def _words(found: dict[str, Any]) -> str:
     lines = [
         f"{found['decision']}",
         "",
-        *(_cache_table(found) if "cached" in found["candidates"][0] else _load_table(found)),
+        *(_cache_table(found) if found["candidates"][0].get("cached") is not None else _load_table(found)),
     ]
     if found["ids"] is None:
         lines += [

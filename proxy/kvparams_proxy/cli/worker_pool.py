@@ -66,7 +66,7 @@ def run_workers(
             times=_times(asked),
             check=lambda: _check_again(asked, arguments),
             on_serving=serving,
-            on_stopping=lambda times: notifier.stopping(sum(times)),
+            on_stopping=notifier.stopping,
         )
         try:
             return asyncio.run(Supervisor(plan, listeners).run())

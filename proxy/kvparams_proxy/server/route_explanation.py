@@ -8,7 +8,6 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from kvparams.instances import Role
 from kvparams_proxy.errors import ProxyError
@@ -18,16 +17,17 @@ from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_c
 from kvparams_proxy.requests.body import RequestBody
 from kvparams_proxy.requests.endpoints import ENDPOINTS, APIEndpoint
 from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
+from kvparams_proxy.server.admin_answers import CandidateAnswer, RouteAnswer
 from kvparams_proxy.tokenization.service import RoutingTokens, TokenIdSource
 
 if TYPE_CHECKING:
-    from kvparams_proxy.fleet.routing_decision import CacheExplanation, RouteExplanation
+    from kvparams_proxy.fleet.routing_decision import RouteExplanation
 
 __all__ = ["explain_route"]
 
 
-async def explain_route(request: Request) -> Response:
-    """Returns the explanation as a response.
+async def explain_route(request: Request) -> RouteAnswer:
+    """Explains where the request in the body would go.
 
     Raises:
         ProxyError: as the proxy would answer such a request.
@@ -47,23 +47,21 @@ async def explain_route(request: Request) -> Response:
     explained = resources.fleet.explain(role, facts)
     by_client = facts.token_ids is not None or facts.routing_ids is not None
     source = prompt.source if prompt is not None else TokenIdSource.CLIENT if by_client else None
-    document: dict[str, object] = {
-        "object": "route",
-        "policy": resources.settings.policy,
-        "role": role,
-        "tokens": facts.prompt_tokens,
-        "ids": source,
-        "estimated": source in (None, TokenIdSource.BYTES),
-        "chosen": explained.chosen.id,
-    }
-    by_cache = explained.by_cache
-    if by_cache is None or resources.prefix_cache is None:
-        document |= _explain_by_load(explained, resources.settings.policy)
-    else:
-        document |= _explain_by_cache(explained, by_cache)
+    by_cache, stats = explained.by_cache, None
+    if resources.prefix_cache is not None:
         stats = resources.prefix_cache.prediction_stats
-        document |= {"accuracy": stats.accuracy, "alarm": stats.alarmed}
-    return JSONResponse(document)
+    return RouteAnswer(
+        policy=resources.settings.policy,
+        role=role,
+        tokens=facts.prompt_tokens if by_cache is None else by_cache.decision.prompt_tokens,
+        ids=None if source is None else source.value,
+        estimated=source in (None, TokenIdSource.BYTES),
+        chosen=explained.chosen.id,
+        decision=_describe(explained, resources.settings.policy),
+        candidates=_candidates(explained),
+        accuracy=None if stats is None else stats.accuracy,
+        alarm=stats is not None and stats.alarmed,
+    )
 
 
 async def _inbound(resources: ExecutionResources, endpoint: APIEndpoint, request: Request) -> ParsedRequest:
@@ -90,36 +88,38 @@ async def _prompt(resources: ExecutionResources, endpoint: APIEndpoint, inbound:
     return await found
 
 
-def _explain_by_cache(explained: "RouteExplanation", found: "CacheExplanation") -> dict[str, object]:
-    """Returns a decision by what engines have cached, with the estimates for each candidate."""
-    candidates = [
-        {
-            "id": member.instance.id,
-            "cached": one.cached_tokens,
-            "fetched": one.fetched_tokens,
-            "source": None if source is None else source.id,
-            "computed": one.computed_tokens,
-            "wait_s": round(one.wait_s, 6),
-            "fetch_s": round(one.fetch_s, 6),
-            "compute_s": round(one.compute_s, 6),
-            "first_token_s": round(one.ttft_s, 6),
-            "in_flight": member.in_flight,
-            "legs_seen": member.backlog.cost_model.sample_count,
-        }
-        for member, one, source in zip(explained.members, found.expected, found.sources, strict=True)
-    ]
-    return {"tokens": found.decision.prompt_tokens, "decision": found.decision.summary(), "candidates": candidates}
-
-
-def _explain_by_load(explained: "RouteExplanation", policy: str) -> dict[str, object]:
-    """Returns the choice of a policy that ignores caches, with the load that it may have looked at."""
+def _describe(explained: "RouteExplanation", policy: str) -> str:
+    """Returns the reasons as text."""
+    if explained.by_cache is not None:
+        return explained.by_cache.decision.summary()
     chosen = next(member for member in explained.members if member.instance is explained.chosen)
-    decision = (
+    return (
         f"{explained.chosen.id}: chosen by {policy} among {len(explained.members)} candidates; "
         f"it has {chosen.in_flight} requests in flight"
     )
-    candidates = [
-        {"id": member.instance.id, "in_flight": member.in_flight, "tokens_in_flight": member.tokens}
+
+
+def _candidates(explained: "RouteExplanation") -> list[CandidateAnswer]:
+    loads = [
+        CandidateAnswer(id=member.instance.id, in_flight=member.in_flight, tokens_in_flight=member.tokens)
         for member in explained.members
     ]
-    return {"decision": decision, "candidates": candidates, "accuracy": None, "alarm": False}
+    found = explained.by_cache
+    if found is None:
+        return loads
+    return [
+        load.model_copy(
+            update={
+                "cached": one.cached_tokens,
+                "fetched": one.fetched_tokens,
+                "source": None if source is None else source.id,
+                "computed": one.computed_tokens,
+                "wait_s": round(one.wait_s, 6),
+                "fetch_s": round(one.fetch_s, 6),
+                "compute_s": round(one.compute_s, 6),
+                "first_token_s": round(one.ttft_s, 6),
+                "legs_seen": member.backlog.cost_model.sample_count,
+            }
+        )
+        for load, member, one, source in zip(loads, explained.members, found.expected, found.sources, strict=True)
+    ]

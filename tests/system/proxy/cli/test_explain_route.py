@@ -13,6 +13,7 @@ from kvparams.jsontext.document import JSONLimits
 from kvparams_proxy.cli.explain_route_command import COMMAND
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
+from tests.support.proxy.admin_schema import check_answer
 from tests.support.proxy.fixtures import Proxy, StartProxy
 from tests.support.stub_engine import StubEngines
 from tests.support.waiting import until
@@ -35,6 +36,7 @@ async def aware(stub: StubEngines, proxy: StartProxy) -> Proxy:
 async def explain(running: Proxy, body: Any, path: str = "", expect: int = 200, **headers: str) -> Any:
     answer = await running.client.post(f"/admin/explain-route{path}", json=body, headers=ADMIN | headers)
     assert answer.status_code == expect, answer.text
+    check_answer("POST", "/admin/explain-route", answer)
     return answer.json() if expect == 200 else answer.json()["error"]["message"]
 
 
