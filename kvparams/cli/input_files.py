@@ -78,6 +78,8 @@ def load_json_file(file: str) -> Mapping[str, object]:
     """
     try:
         if file == "-":
+            if sys.stdin.isatty():
+                sys.stderr.write("reading a JSON object from standard input, up to Ctrl-D\n")
             text = sys.stdin.buffer.read(_MOST_BYTES + 1)
         else:
             with Path(file).open("rb") as opened:

@@ -19,7 +19,7 @@ from kvparams.instances import Instance, Role
 from kvparams.jsontext.document import JSONLimits
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.managers.mode_selector import ManagerMode
-from kvparams.settings_model import describe_setting_error, find_setting_errors
+from kvparams.settings_model import describe_setting_error, did_you_mean, find_setting_errors
 from kvparams_proxy.cli import production_stack_flags
 from kvparams_proxy.cli.discovery_configuration import discovery_providers
 from kvparams_proxy.cli.production_stack_flags import StaticFleet
@@ -49,7 +49,7 @@ from kvparams_proxy.server.http_server import ServerSettings
 from kvparams_proxy.tls import EngineTLSSettings
 from kvparams_proxy.tokenization.errors import TokenizerError
 from kvparams_proxy.tokenization.service import TokenizersByModel
-from kvparams_proxy.tokenization.tokenizer_choice import load_tokenizers
+from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod, load_tokenizers
 
 __all__ = ["Configuration", "build_configuration"]
 
@@ -321,7 +321,9 @@ def _entries(
             else:
                 entries.append(entry)
     for name in bootstraps:
-        problems.add("--bootstrap", f"there is no --prefill engine with the name {name[:64]!r}")
+        nearest = did_you_mean(name, [entry.id for entry in entries if entry.role is Role.PREFILL]).rstrip()
+        hint = f"; {nearest}" if nearest else ""
+        problems.add("--bootstrap", f"there is no --prefill engine with the name {name[:64]!r}{hint}")
     for document in static.documents:
         entry = parse_spec(document, "--static-backends", rules, problems)
         if entry is not None:
@@ -333,8 +335,8 @@ def _notes_of_shared_urls(entries: Sequence[InstanceSpec]) -> list[str]:
     """Returns a note for each decode engine whose URL is also that of a prefill engine."""
     prefill = {entry.url: entry.id for entry in entries if entry.role is Role.PREFILL}
     return [
-        f"WARNING: {prefill[entry.url]} and {entry.id} have the same URL {entry.url}; an engine that prefills and "
-        "decodes alone is declared with --aggregated"
+        f"WARNING: {prefill[entry.url]} and {entry.id} have the same URL {entry.url}; that is right only for an engine "
+        "that can do either part of a request. One that does both parts is declared with --aggregated"
         for entry in entries
         if entry.role is Role.DECODE and entry.url in prefill
     ]
@@ -361,7 +363,9 @@ def _tokenizers(options: ProxyOptions, problems: ConfigProblems) -> TokenizersBy
     try:
         return load_tokenizers(options.tokenizer or {})
     except TokenizerError as error:
-        problems.add("--tokenizer", str(error))
+        words = [str(way) for way in (options.tokenizer or {}).values() if isinstance(way, Path) and not way.exists()]
+        nearest = next(filter(None, (did_you_mean(word, tuple(TokenizationMethod)) for word in words)), "").rstrip()
+        problems.add("--tokenizer", f"{error}{f'; {nearest}' if nearest else ''}")
         return {}
 
 

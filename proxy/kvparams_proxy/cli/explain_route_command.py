@@ -56,6 +56,8 @@ class ExplainRouteCommand:
             return 1
         except (OSError, ValueError) as error:
             reason = error.reason if isinstance(error, URLError) else error
+            if isinstance(error, OSError) and error.filename is not None:
+                reason = f"{error.filename} cannot be read: {error.strerror}"
             print(f"kvparams explain-route: {reason}", file=sys.stderr)
             return 2
         print(json.dumps(found, indent=1) if arguments.json else _words(found))

@@ -48,6 +48,7 @@ _MAX_ADDRESSES: Final = 64
 _MAX_CHOICES: Final = 256
 _ID: Final = r"^[A-Za-z0-9][A-Za-z0-9._~-]{0,127}$"
 _STREAM: Final = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][A-Za-z0-9._-]{0,252}):(\d{1,5})")
+_HOST_AND_PORT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}:\d{1,5}")
 _SOCKET_FILE: Final = re.compile(r"ipc://[!-~]{1,100}")
 _CONNECTOR_CLASS: Final = re.compile(r"(?i)(Connector)?(V1)?$")
 _MAX_CLASS_NAME: Final = 128
@@ -76,7 +77,10 @@ def check_url(value: object) -> str:
     if parts is not None and "@" in parts.netloc:
         raise ValueError(f"{wanted}, without a user or password; an engine's API key goes into a key_file")
     if parts is None or not good or parts.path not in ("", "/") or "?" in value or "#" in value:
-        raise ValueError(wanted)
+        if _HOST_AND_PORT.fullmatch(value):
+            raise ValueError(f"{wanted}; did you mean http://{value}?")
+        path = ", without a path; the proxy adds /v1" if good and parts is not None and len(parts.path) > 1 else ""
+        raise ValueError(f"{wanted}{path}")
     return f"{parts.scheme}://{parts.netloc}"
 
 
