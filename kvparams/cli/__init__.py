@@ -18,6 +18,7 @@ from kvparams.version import __version__
 
 __all__ = ["Command", "main", "make_parser"]
 
+_VERSION: Final = f"kvparams {__version__}"
 _OPTIONS_ALONE: Final = ("-V", "--version")
 """Options that need no command, and so none is loaded."""
 
@@ -72,7 +73,7 @@ def make_parser(name: str | None) -> tuple[CommandParser, Mapping[str, PluginErr
         prog="kvparams",
         description="Move KV cache between prefill and decode engines: with a protocol, a proxy, and stores.",
     )
-    parser.add_argument("-V", "--version", action="version", version=f"kvparams {__version__}")
+    parser.add_argument("-V", "--version", action="version", version=_VERSION)
     add_completion_option(parser, lambda: make_parser(None)[0])
     parser.set_defaults(command=None)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
@@ -86,6 +87,7 @@ def make_parser(name: str | None) -> tuple[CommandParser, Mapping[str, PluginErr
             continue
         command = cast("Command", loaded)
         child = subparsers.add_parser(each, help=command.summary, description=command.summary)
+        child.add_argument("--version", action="version", version=_VERSION, help=argparse.SUPPRESS)
         if name in (each, None):  # they take milliseconds
             command.add_arguments(child)
         variables = option_variables(child._actions) if each == name else {}

@@ -12,6 +12,7 @@ from typing import Final
 
 from starlette.applications import Starlette
 
+from kvparams.cli.completion import suggest_values
 from kvparams.dialects.registry import routable_dialect_names
 from kvparams.instances import Role
 from kvparams_proxy.cli import production_stack_flags
@@ -121,13 +122,14 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignor
         "addresses of a name, dns+srv://NAME?role=decode for SRV records. Repeat the option for each source; see "
         "docs/kubernetes.md",
     )
-    known = ", ".join(routable_dialect_names())
-    group.add_argument(
+    known = routable_dialect_names()
+    connector = group.add_argument(
         "--connector",
         default="nixl",
         metavar="NAME",
-        help=f"the KV connector of engines that have none in the file: {known} (default: nixl)",
+        help=f"the KV connector of engines that have none in the file: {', '.join(known)} (default: nixl)",
     )
+    suggest_values(connector, known)
     group.add_argument(
         "--bootstrap",
         action="append",
@@ -298,7 +300,9 @@ def _add(group: "argparse._ArgumentGroup", option: Option) -> None:  # pyright: 
         unit = " s" if isinstance(option.default, float) else ""
         shown = f"{option.default:g}" if isinstance(option.default, float) else option.default
         text = f"{text} (default: {shown}{unit})"
-    group.add_argument(f"--{option.name}", metavar=flag.metavar, help=text)
+    action = group.add_argument(f"--{option.name}", metavar=flag.metavar, help=text)
+    if flag.known is not None:
+        suggest_values(action, flag.known())
 
 
 COMMAND: Final = ProxyCommand()

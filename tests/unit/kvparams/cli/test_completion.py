@@ -28,6 +28,9 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
         (("kvparams", "store", "ben"), {"bench"}),
         (("kvparams", "sidecar", "--role", "pre"), {"prefill"}),
         (("kvparams", "proxy", "--config", "fl"), {"fleet.yaml"}),
+        (("kvparams", "proxy", "--policy", "ro"), {"round_robin"}),
+        (("kvparams", "proxy", "--connector", "store-"), {"store-drop", "store-meet"}),
+        (("kvparams", "sidecar", "--log-requests", "fl"), {"fleet.yaml"}),
         (("kvparams", "nothing-", "x"), set[str]()),
     ],
 )

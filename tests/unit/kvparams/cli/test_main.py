@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from kvparams.cli import main, make_parser
+from kvparams.version import __version__
 
 ENGINES = ("--prefill", "http://p:1", "--decode", "http://d:1")
 
@@ -94,11 +95,11 @@ def test_help_is_whole(argv: list[str], capsys: pytest.CaptureFixture[str]) -> N
     assert len(capsys.readouterr().out.splitlines()) > 5
 
 
-@pytest.mark.parametrize("option", ["--version", "-V"])
-def test_the_version_is_one_line(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("argv", [["--version"], ["-V"], ["proxy", "--version"], ["validate", "--version"]])
+def test_the_version_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([option])
-    assert (ended.value.code, capsys.readouterr().out) == (0, "kvparams 0.1.0\n")
+        main(argv)
+    assert (ended.value.code, capsys.readouterr().out) == (0, f"kvparams {__version__}\n")
 
 
 def test_a_command_loads_no_other_command() -> None:
