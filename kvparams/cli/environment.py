@@ -115,7 +115,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _is_service_variable(name: str, text: str) -> bool:
-    """Returns True for a variable that Kubernetes has set. `KVPARAMS_PORT` is one only with such a value."""
+    """Returns True for a variable that Kubernetes has set. `KVPARAMS_PORT` and the like are only with such a value."""
     if _SERVICE.fullmatch(name) is None:
         return False
-    return name != variable_name("port") or _SERVICE_URL.match(text) is not None
+    is_plain = name.endswith("_PORT") and not name.endswith(("_SERVICE_PORT", "_TCP_PORT", "_UDP_PORT", "_SCTP_PORT"))
+    return not is_plain or _SERVICE_URL.match(text) is not None

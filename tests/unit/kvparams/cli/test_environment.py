@@ -91,6 +91,7 @@ def test_a_variable_that_sets_nothing_is_said() -> None:
         "KVPARAMS_CHECK": "1",
         "KVPARAMS_PROMPT": "of another command",
         "KVPARAMS_NATIVE": "off",
+        "KVPARAMS_PROXY_PORT": "8100",
         "OTHER": "",
         "KVPARAMS_WHATEVER": "",
         "KVPARAMS_QUEUE": "5",
@@ -98,6 +99,7 @@ def test_a_variable_that_sets_nothing_is_said() -> None:
     assert list(describe_unknown_variables(own, others, found)) == [
         "KVPARAMS_CHECK has no effect: --check is an action; give it on the command line",
         "KVPARAMS_PROT sets no option and has no effect; did you mean KVPARAMS_PORT?",
+        "KVPARAMS_PROXY_PORT sets no option and has no effect; did you mean KVPARAMS_PROMPT?",
         "KVPARAMS_WHATEVER sets no option and has no effect",
     ]
 
