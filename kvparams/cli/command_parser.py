@@ -23,6 +23,7 @@ __all__ = ["CommandParser"]
 
 _NUMBER: Final = re.compile(r"-\.?\d")
 _MAX_SHOWN: Final = 128
+_INVALID: Final = (InvalidVariable, argparse.ArgumentError, argparse.ArgumentTypeError)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -62,7 +63,7 @@ class CommandParser(argparse.ArgumentParser):
         if self._subparsers is None:
             found.option_sources = sources
         for name, action in overridden.items():
-            if self._variable_value(name, action) != getattr(found, action.dest):
+            if self._differs(name, action, getattr(found, action.dest)):
                 flag = sources[action.dest]
                 sys.stderr.write(f"{self.prog}: {name} has no effect, because {flag} is given\n")
         return found, []
@@ -79,14 +80,14 @@ class CommandParser(argparse.ArgumentParser):
                 continue
             try:
                 value = self._variable_value(name, action)
-            except (InvalidVariable, argparse.ArgumentError, argparse.ArgumentTypeError) as error:
+            except _INVALID as error:
                 said = error.message if isinstance(error, argparse.ArgumentError) else error
                 self.error(f"{name}: {said}")
             if value is not None:
                 action.default = value
                 action.required = False
                 sources[action.dest] = name
-        return {name: action for name, action in overridden.items() if os.environ.get(name)}
+        return overridden
 
     def _variable_value(self, name: str, action: argparse.Action) -> object:
         """Returns the value of a variable in the type of its option; None if it is not set."""
@@ -95,6 +96,14 @@ class CommandParser(argparse.ArgumentParser):
             value = self._get_value(action, value)
             self._check_value(action, value)
         return value
+
+    def _differs(self, name: str, action: argparse.Action, given: object) -> bool:
+        """Returns whether a variable is set, and not to what the command line says."""
+        try:
+            value = self._variable_value(name, action)
+        except _INVALID:
+            return True
+        return value is not None and value != given
 
     def error(self, message: str) -> NoReturn:
         """Prints one line and exits with status 2."""

@@ -51,6 +51,16 @@ def test_a_flag_goes_before_its_variable_and_the_conflict_is_said(
     ], "a variable with the value of the flag is no conflict"
 
 
+def test_a_variable_that_is_overridden_need_not_be_right(
+    parser: CommandParser, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("EXPOSE_ROUTE", "yes"), ("PORT", "tcp://10.0.0.1:80"), ("ROLE", ""), ("LOG_REQUESTS", " ")):
+        monkeypatch.setenv(f"KVPARAMS_{name}", value)
+    found = parser.parse_args(["--role", "decode", "--port", "8", "--expose-route", "--log-requests", "off"])
+    assert (found.port, found.expose_route) == (8, True)
+    assert capsys.readouterr().err == "tool: KVPARAMS_EXPOSE_ROUTE has no effect, because --expose-route is given\n"
+
+
 def test_a_switch_may_be_off_and_an_empty_variable_is_not_set(
     parser: CommandParser, monkeypatch: pytest.MonkeyPatch
 ) -> None:
