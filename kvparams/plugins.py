@@ -9,6 +9,7 @@ Nothing is imported before it is asked for by name.
 """
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 
@@ -18,6 +19,8 @@ __all__ = ["load_all_plugins", "load_each_plugin", "load_plugin", "plugin_names"
 
 _OURS: Final = frozenset({"kvparams", "kvparams_proxy", "kvparams_connectors"})
 """The packages of this project, which has extras."""
+_MAX_NAME: Final = 64
+"""Characters of a name that are compared with the known ones."""
 
 
 def plugin_names(kind: str) -> list[str]:
@@ -34,8 +37,11 @@ def load_plugin(kind: str, name: str) -> object:
     """
     found = tuple(entry_points(group=f"kvparams.{kind}", name=name))
     if not found:
-        known = ", ".join(plugin_names(kind)) or "none"
-        raise PluginError(f"no {name!r} is registered in 'kvparams.{kind}'; known: {known}")
+        names = plugin_names(kind)
+        known = ", ".join(names) or "none"
+        near = get_close_matches(name.lower()[:_MAX_NAME], names, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise PluginError(f"no {name!r} is registered in 'kvparams.{kind}'; {hint}known: {known}")
     return _loaded(kind, name, found)
 
 
@@ -52,15 +58,18 @@ def load_all_plugins(kind: str) -> dict[str, object]:
     return found
 
 
-def load_each_plugin(kind: str) -> dict[str, object]:
+def load_each_plugin(kind: str, only: str | None = None) -> dict[str, object]:
     """As `load_all_plugins`; what cannot be loaded is there as its `PluginError`.
+
+    With `only`, nothing of another name is loaded.
 
     What is installed is looked through once, which takes some milliseconds; a `load_plugin` of every name would do so
     every time.
     """
     found: dict[str, list[EntryPoint]] = {}
     for point in entry_points(group=f"kvparams.{kind}"):
-        found.setdefault(point.name, []).append(point)
+        if only in (None, point.name):
+            found.setdefault(point.name, []).append(point)
     loaded: dict[str, object] = {}
     for name in sorted(found):
         try:

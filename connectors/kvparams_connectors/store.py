@@ -51,6 +51,7 @@ __all__ = [
 
 Op = TypeVar("Op")
 
+_VALKEY_SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys"}
 _LOGGER: Final = logging.getLogger(__name__)
 DEFAULT_DEADLINE_S: Final = 5.0
 """How long an operation may take if the caller does not say."""
@@ -279,5 +280,7 @@ def open_store(url: str) -> KVStore:
         PluginError: no store is registered under the URL's scheme; the message lists the known ones.
     """
     parsed = StoreURL.parse(url)
+    if (scheme := _VALKEY_SCHEMES.get(parsed.scheme)) and parsed.scheme not in plugins.plugin_names("stores"):
+        raise StoreError(f"{parsed.scheme}:// is written {scheme}:// here")
     factory = cast("StoreFactory", plugins.load_plugin("stores", parsed.scheme))
     return factory(parsed)

@@ -6,15 +6,21 @@ A command is an object with `summary`, `add_arguments(parser)` and `run(argument
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from typing import Protocol, cast
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol, cast
 
 from kvparams import plugins
-from kvparams.errors import KVParamsError, PluginError, printable
-from kvparams.settings_model import did_you_mean
+from kvparams.cli.command_parser import CommandParser
+from kvparams.cli.completion import add_completion_option
+from kvparams.cli.environment import describe_unknown_variables, option_variables
+from kvparams.errors import KVParamsError, PluginError
 from kvparams.version import __version__
 
-__all__ = ["Command", "main"]
+__all__ = ["Command", "main", "make_parser"]
+
+_VERSION: Final = f"kvparams {__version__}"
+_OPTIONS_ALONE: Final = ("-V", "--version")
+"""Options that need no command, and so none is loaded."""
 
 
 class Command(Protocol):
@@ -34,36 +40,16 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `kvparams NAME ...` and return its exit status. Errors of ours are one line on stderr and status 2."""
-    parser = argparse.ArgumentParser(
-        prog="kvparams",
-        description="Move KV cache between prefill and decode engines: with a protocol, a proxy, and stores.",
-    )
-    parser.add_argument("--version", action="version", version=f"kvparams {__version__}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     argv = sys.argv[1:] if argv is None else argv
-    broken: dict[str, PluginError] = {}
-    for name, found in plugins.load_each_plugin("commands").items():
-        if isinstance(found, PluginError):  # one missing extra must not take the other commands away
-            broken[name] = found
-            continue
-        command = cast("Command", found)
-        child = subparsers.add_parser(
-            name,
-            help=command.summary,
-            description=command.summary,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        if argv and argv[0] == name:  # they take milliseconds, and nobody else's are read
-            command.add_arguments(child)
-        child.set_defaults(command=command)
-    if broken:
-        parser.epilog = "not available here: " + "; ".join(f"{name}: {error}" for name, error in broken.items())
+    parser, broken = make_parser(argv[0] if argv else "")
     if argv and (error := broken.get(argv[0])) is not None:
         print(f"kvparams: {error}", file=sys.stderr)
         return 2
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(_describe_unknown(unknown, argv[0], subparsers.choices[argv[0]]))
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        print("kvparams: give a command; kvparams --help lists them", file=sys.stderr)
+        return 2
+    _print_unknown_variables(arguments.known_variables)
     try:
         return cast("Command", arguments.command).run(arguments)
     except KVParamsError as error:
@@ -76,11 +62,45 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _describe_unknown(unknown: Sequence[str], command: str, parser: argparse.ArgumentParser) -> str:
-    """Returns a sentence about the first option that a command does not have, or about arguments too many."""
-    option = next((one.partition("=")[0] for one in unknown if one.startswith("--")), None)
-    if option is None:
-        return f"{command} takes no such arguments: {printable(' '.join(unknown))}"
-    actions = parser._option_string_actions.items()  # pyright: ignore[reportPrivateUsage]
-    nearest = did_you_mean(option, [name for name, action in actions if action.help != argparse.SUPPRESS])
-    return f"{command} has no option {printable(option)}; {nearest}see kvparams {command} --help"
+def make_parser(name: str | None) -> tuple[CommandParser, Mapping[str, PluginError]]:
+    """Returns the parser of `kvparams`, and the commands that cannot be loaded.
+
+    Args:
+        name: the only command to load, if there is one of this name. Otherwise all are loaded, without their arguments.
+            With None all are loaded, with their arguments.
+    """
+    parser = CommandParser(
+        prog="kvparams",
+        description="Move KV cache between prefill and decode engines: with a protocol, a proxy, and stores.",
+    )
+    parser.add_argument("-V", "--version", action="version", version=_VERSION)
+    add_completion_option(parser, lambda: make_parser(None)[0])
+    parser.set_defaults(command=None)
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND")
+    broken: dict[str, PluginError] = {}
+    if name in _OPTIONS_ALONE:
+        return parser, broken
+    found = plugins.load_each_plugin("commands", name) if name is not None else {}
+    for each, loaded in (found or plugins.load_each_plugin("commands")).items():
+        if isinstance(loaded, PluginError):  # one missing extra must not take the other commands away
+            broken[each] = loaded
+            continue
+        command = cast("Command", loaded)
+        child = subparsers.add_parser(each, help=command.summary, description=command.summary)
+        child.add_argument("--version", action="version", version=_VERSION, help=argparse.SUPPRESS)
+        if name in (each, None):  # they take milliseconds
+            command.add_arguments(child)
+        variables = option_variables(child._actions) if each == name else {}
+        child.set_defaults(command=command, known_variables=tuple(variables))
+    if broken:
+        parser.epilog = "not available here: " + "; ".join(f"{each}: {error}" for each, error in broken.items())
+    return parser, broken
+
+
+def _print_unknown_variables(known: Sequence[str]) -> None:
+    """Prints a line for each variable that begins like ours and sets no option of any command."""
+    if not any(describe_unknown_variables(known, (), os.environ)):
+        return
+    every = option_variables(make_parser(None)[0]._actions)  # those of other commands may be set for these
+    for line in describe_unknown_variables(known, every, os.environ):
+        print(f"kvparams: {line}", file=sys.stderr)

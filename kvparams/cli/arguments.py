@@ -11,6 +11,7 @@ from kvparams.dialects import registry
 from kvparams.dialects.table import DialectTable, is_older_release
 from kvparams.errors import InvalidParams, printable
 from kvparams.params import Phase
+from kvparams.settings_model import did_you_mean
 
 __all__ = [
     "FILE_FORMS",
@@ -92,7 +93,9 @@ def named_table(name: str | None) -> DialectTable | None:
         return None
     known = plugins.plugin_names("dialects")
     if name not in known:
-        raise UnreadableInput(f"there is no dialect with the name {name!r}; known: {', '.join((OUR_FORMAT, *known))}")
+        every = (OUR_FORMAT, *known)
+        nearest = did_you_mean(name, every)
+        raise UnreadableInput(f"there is no dialect with the name {name!r}; {nearest}known: {', '.join(every)}")
     return registry.get_table(name)
 
 

@@ -82,9 +82,8 @@ class ExplainCommand:
             beside = describe_unexamined(found, "--dialect") if arguments.dialect is None else None
             print("\n".join([*lines, beside] if beside else lines))
             return 0
-        given = recognize_message(
-            to_message(found, arguments.request_id), candidate_tables(table), table, arguments.phase, found
-        )
+        message = to_message(found, arguments.request_id)
+        given = recognize_message(message, candidate_tables(table), table, arguments.phase, found, may_guess=True)
         lines, right = describe_message(given, arguments.engine)
         print("\n".join(lines))
         return 0 if right else 1

@@ -11,7 +11,13 @@ from typing import Final, NamedTuple, cast
 
 from kvparams.codec import DOCUMENT_KEY
 from kvparams.dialects.carriers import CARRIERS, MessageCarrier, lift_message
-from kvparams.dialects.detection import detect_dialect, find_matches, nearest_phase, select_native_keys
+from kvparams.dialects.detection import (
+    AmbiguousDialect,
+    detect_dialect,
+    find_matches,
+    nearest_phase,
+    select_native_keys,
+)
 from kvparams.dialects.message import DialectMessage, unpack_message
 from kvparams.dialects.table import LEGS, DialectTable
 from kvparams.errors import InvalidParams, KVParamsError, Problem
@@ -43,6 +49,8 @@ _DOCUMENT: Final = frozenset({"version", "request_id", "transfer", "phase", "mod
 _ANSWER: Final = frozenset({"choices", "usage", "object"})
 _MOST_BYTES: Final = 16 << 20
 _MOST_NAMED: Final = 8
+_MOST_COMMON: Final = "nixl"
+"""The dialect of vLLM's default connector for disaggregated prefill."""
 
 
 class UnreadableInput(KVParamsError, ValueError):
@@ -70,6 +78,8 @@ def load_json_file(file: str) -> Mapping[str, object]:
     """
     try:
         if file == "-":
+            if sys.stdin.isatty():
+                sys.stderr.write("reading a JSON object from standard input, up to Ctrl-D\n")
             text = sys.stdin.buffer.read(_MOST_BYTES + 1)
         else:
             with Path(file).open("rb") as opened:
@@ -158,6 +168,8 @@ def recognize_message(
     table: DialectTable | None,
     phase: Phase | None,
     found: Mapping[str, object],
+    *,
+    may_guess: bool = False,
 ) -> RecognizedMessage:
     """In which dialect a message is, and on which leg, as far as the caller has not said.
 
@@ -167,9 +179,10 @@ def recognize_message(
         table: the dialect, where it is known.
         phase: the leg, where it is known.
         found: what stood in the file.
+        may_guess: whether to take the most common dialect if the keys fit it and others.
 
     Raises:
-        UnrecognizedDialect, AmbiguousDialect: see `kvparams.dialects.detection.sniff`.
+        UnrecognizedDialect, AmbiguousDialect: see `kvparams.dialects.detection.detect_dialect`.
     """
     guessed: list[str] = []
     message, carrier = lift_message(message)
@@ -178,13 +191,23 @@ def recognize_message(
     phases: tuple[Phase, ...]
     told: Phase | None = phase or next((one for one in LEGS if one == found.get("phase")), None)
     if table is None:
-        match = detect_dialect(message, tables, told)
-        table, phases = match.table, match.phases
-        guessed.append(f"the dialect is {match}")
+        tables = list(tables)
+        try:
+            match = detect_dialect(message, tables, told)
+            table, phases = match.table, match.phases
+            guessed.append(f"the dialect is {match}")
+        except AmbiguousDialect as error:
+            table = next((one for one in tables if one.name == _MOST_COMMON), None)
+            if not may_guess or table is None or table.name not in error.candidates:
+                raise
+            phases = _phases_in(table, message, told)
+            others = ", ".join(name for name in error.candidates if name != table.name)
+            guessed.append(
+                f"the dialect is probably {table.name}, the most common one; the keys also fit {others}; set another "
+                "one with --dialect"
+            )
     else:
-        phases = tuple(
-            one for match in find_matches(select_native_keys(table, message), [table], told) for one in match.phases
-        )
+        phases = _phases_in(table, message, told)
     if told is None:
         answer = not _ANSWER.isdisjoint(_object(found.get("body")) or found)
         if not phases:
@@ -196,3 +219,9 @@ def recognize_message(
             others = " or ".join(one for one in phases if one != told)
             guessed.append(f"the phase is {told}" + (f", but it could also be {others}" if others else ""))
     return RecognizedMessage(select_native_keys(table, message), table, told, tuple(guessed), carrier)
+
+
+def _phases_in(table: DialectTable, message: DialectMessage, told: Phase | None) -> tuple[Phase, ...]:
+    """Returns the legs on which a message is valid in a dialect."""
+    matches = find_matches(select_native_keys(table, message), [table], told)
+    return tuple(phase for match in matches for phase in match.phases)

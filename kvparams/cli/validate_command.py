@@ -82,9 +82,8 @@ class ValidateCommand:
                 print(one, file=sys.stderr)
             print("valid: a kvparams document")
             return 0
-        given = recognize_message(
-            to_message(found, arguments.request_id), candidate_tables(table), table, arguments.phase, found
-        )
+        message = to_message(found, arguments.request_id)
+        given = recognize_message(message, candidate_tables(table), table, arguments.phase, found, may_guess=True)
         for line in given.guessed:
             print(line, file=sys.stderr)
         problems = validate_message(given.table, given.message, LEGS[given.phase], arguments.engine)

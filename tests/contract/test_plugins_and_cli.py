@@ -47,6 +47,24 @@ def test_a_broken_registration_says_what_is_wrong(
     assert isinstance(plugins.load_each_plugin("things")["x"], PluginError)
 
 
+def test_a_name_that_is_nearly_right_is_answered_with_the_nearest() -> None:
+    with pytest.raises(PluginError, match=r"did you mean valkey\? known: file"):
+        plugins.load_plugin("stores", "Valky")
+
+
+def test_one_name_is_loaded_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = EntryPoint("broken", "no_such_module_anywhere:X", "kvparams.things")
+    good = EntryPoint("good", "kvparams.instances:RoundRobin", "kvparams.things")
+
+    def registered(group: str) -> EntryPoints:
+        return EntryPoints([broken, good]).select(group=group)
+
+    monkeypatch.setattr("kvparams.plugins.entry_points", registered)
+    assert plugins.load_each_plugin("things", "good") == {"good": RoundRobin}
+    assert plugins.load_each_plugin("things", "no-such") == {}
+    assert isinstance(plugins.load_each_plugin("things")["broken"], PluginError)
+
+
 def test_all_of_a_kind_are_what_each_is_by_its_name() -> None:
     found = plugins.load_all_plugins("dialects")
     assert list(found) == plugins.plugin_names("dialects")
@@ -92,26 +110,9 @@ def test_a_port_that_is_taken_is_one_line_and_status_1(capsys: pytest.CaptureFix
 def test_a_command_whose_extra_is_missing_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def missing(kind: str) -> dict[str, object]:
+    def missing(kind: str, only: str | None = None) -> dict[str, object]:
         return {"proxy": PluginError("proxy cannot be imported: pip install 'kvparams[proxy]'")}
 
     monkeypatch.setattr("kvparams.plugins.load_each_plugin", missing)
     assert main(["proxy", "--help"]) == 2
     assert "pip install 'kvparams[proxy]'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--queue-wat", "3"), "proxy has no option --queue-wat; did you mean --queue-wait? see kvparams proxy --help"),
-        (("--plain-asgi",), "proxy has no option --plain-asgi; "),
-        (("fleet.yaml",), "proxy takes no such arguments: fleet.yaml"),
-    ],
-)
-def test_an_option_that_a_command_does_not_have_is_refused_with_the_nearest(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["proxy", *words])
-    assert ended.value.code == 2
-    assert said in capsys.readouterr().err

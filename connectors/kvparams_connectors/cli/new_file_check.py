@@ -1,15 +1,17 @@
-"""Checks whether a store would be made by opening it, before the tools open it.
+"""Finds the files that opening a store would create, before the tools open it.
 
-A command that only looks creates nothing. A `file` store that is opened without `size` and is not there would be made,
-with a gigabyte of its own; behind a mistyped path it would stay.
+A command that only looks leaves nothing behind. A `file` store that is opened without `size` and does not exist would
+be created with a gigabyte, perhaps at a mistyped path: this is refused. With `size` it is created, and removed again.
 """
 
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from kvparams_connectors.store_url import StoreError, StoreURL
 
-__all__ = ["refuse_new_file"]
+__all__ = ["refuse_new_file", "removed_if_new"]
 
 _TIERS: Final = frozenset({"l1", "l2", "l3", "l4"})
 
@@ -20,9 +22,27 @@ def refuse_new_file(url: str) -> None:
     Raises:
         StoreError: it is one; or it is no URL.
     """
+    for one, path in _missing_files(url):
+        if "size" not in one.settings:
+            raise StoreError(f"file store: {path} does not exist. Check the path, or add size=1GiB to create it")
+
+
+@contextmanager
+def removed_if_new(url: str) -> Generator[None]:
+    """Removes at the end the files of `file` stores that did not exist at the beginning."""
+    new = [path for _, path in _missing_files(url)]
+    try:
+        yield
+    finally:
+        for path in new:
+            path.unlink(missing_ok=True)
+
+
+def _missing_files(url: str) -> Iterator[tuple[StoreURL, Path]]:
+    """Yields each `file` URL, alone or among the tiers of a store, whose file does not exist."""
     parsed = StoreURL.parse(url)
     tiers = [text for name, text in parsed.settings.items() if parsed.scheme == "tiered" and name in _TIERS]
     for one in (parsed, *map(StoreURL.parse, tiers)):
         path = Path(one.path)
-        if one.scheme == "file" and "size" not in one.settings and path.is_absolute() and not path.exists():
-            raise StoreError(f"file store: {path} does not exist. Check the path, or add size=1GiB to create it")
+        if one.scheme == "file" and path.is_absolute() and not path.exists():
+            yield one, path

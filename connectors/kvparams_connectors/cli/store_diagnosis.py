@@ -20,7 +20,7 @@ from kvparams.errors import KVParamsError, PluginError
 from kvparams.keys import KVShard
 from kvparams.pages import HEADER_BYTES, PageIdentity, seal, verify
 from kvparams_connectors.advice import Advice, advice_from_store
-from kvparams_connectors.cli.new_file_check import refuse_new_file
+from kvparams_connectors.cli.new_file_check import refuse_new_file, removed_if_new
 from kvparams_connectors.store import GetOp, KVStore, PutOp, Result, ResultCode, open_store
 from kvparams_connectors.store_url import StoreUnreachable
 
@@ -83,14 +83,21 @@ def examine_huge_pages(setting: Path) -> Iterator[Advice]:
 
 
 def examine_store(url: str) -> Iterator[Advice]:
-    """Reachable, of the right version, set up well, right, fast."""
-    start = time.monotonic()
+    """Reachable, of the right version, set up well, right, fast. A file that this creates is removed again."""
     try:
         refuse_new_file(url)
-        store = open_store(url)
+        with removed_if_new(url):
+            yield from _examine(url)
     except KVParamsError as error:
         yield Advice("error", str(error), _opening(error))
-        return
+
+
+def _examine(url: str) -> Iterator[Advice]:
+    start = time.monotonic()
+    try:
+        store = open_store(url)
+    except KVParamsError:
+        raise
     except Exception as error:  # noqa: BLE001 - somebody else's code; the other stores are still to be examined
         yield Advice(
             "error", f"the store cannot be opened ({type(error).__name__})", "this is a bug in the store: report it"

@@ -5,6 +5,8 @@ An option that no manager reads is refused, with a list of the known names.
 
 from collections.abc import Mapping, Sequence
 
+from kvparams.settings_model import did_you_mean
+
 __all__ = ["ManagerOptions"]
 
 
@@ -57,8 +59,9 @@ class ManagerOptions:
             ValueError: more was given.
         """
         for name in self._given:
-            known = f"; known: {', '.join(self._known)}" if self._known else ""
-            raise ValueError(f"{name[:64]!r} is not an option of this mode{known or '; it has no options'}")
+            nearest = did_you_mean(name, self._known)
+            known = f"{nearest}known: {', '.join(self._known)}" if self._known else "it has no options"
+            raise ValueError(f"{name[:64]!r} is not an option of this mode; {known}")
 
     def _take(self, name: str, default: object) -> object:
         self._known.append(name)

@@ -19,7 +19,7 @@ from kvparams.instances import Instance, Role
 from kvparams.jsontext.document import JSONLimits
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.managers.mode_selector import ManagerMode
-from kvparams.settings_model import describe_setting_error, find_setting_errors
+from kvparams.settings_model import describe_setting_error, did_you_mean, find_setting_errors
 from kvparams_proxy.cli import production_stack_flags
 from kvparams_proxy.cli.discovery_configuration import discovery_providers
 from kvparams_proxy.cli.production_stack_flags import StaticFleet
@@ -49,7 +49,7 @@ from kvparams_proxy.server.http_server import ServerSettings
 from kvparams_proxy.tls import EngineTLSSettings
 from kvparams_proxy.tokenization.errors import TokenizerError
 from kvparams_proxy.tokenization.service import TokenizersByModel
-from kvparams_proxy.tokenization.tokenizer_choice import load_tokenizers
+from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod, load_tokenizers
 
 __all__ = ["Configuration", "build_configuration"]
 
@@ -69,6 +69,14 @@ class Configuration(NamedTuple):
     """The number of processes that serve. A sidecar ignores it."""
     max_connections: int | None = None
     """The limit for all workers together, if one is given."""
+    options: ProxyOptions = ProxyOptions()
+    """The options, of which `settings` and `server` are made."""
+    flag_options: frozenset[str] = frozenset()
+    """Names of options that the command line or the environment sets."""
+    file: str = ""
+    """The path of the fleet file; empty without one."""
+    file_options: frozenset[str] = frozenset()
+    """Names of options that the fleet file sets."""
 
 
 def build_configuration(arguments: argparse.Namespace) -> Configuration:
@@ -121,6 +129,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     )
     server = _server_settings(options, tls, notes)
     notes += notes_of_open_files(options.admin_token_file, options.share_keys, rules.credential_sources.key_file)
+    notes += _notes_of_shared_urls(entries)
     notes += [f"left out: {error}" for error in load_tables_and_errors()[1]]
     return Configuration(
         settings,
@@ -131,6 +140,10 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         (*static.notes, *notes),
         options.workers,
         options.max_connections,
+        options,
+        frozenset(flags.model_fields_set),
+        arguments.config or "",
+        frozenset() if provider is None else frozenset(provider.document.settings.model_fields_set),
     )
 
 
@@ -308,12 +321,25 @@ def _entries(
             else:
                 entries.append(entry)
     for name in bootstraps:
-        problems.add("--bootstrap", f"there is no --prefill engine with the name {name[:64]!r}")
+        nearest = did_you_mean(name, [entry.id for entry in entries if entry.role is Role.PREFILL]).rstrip()
+        hint = f"; {nearest}" if nearest else ""
+        problems.add("--bootstrap", f"there is no --prefill engine with the name {name[:64]!r}{hint}")
     for document in static.documents:
         entry = parse_spec(document, "--static-backends", rules, problems)
         if entry is not None:
             entries.append(entry)
     return tuple(entries)
+
+
+def _notes_of_shared_urls(entries: Sequence[InstanceSpec]) -> list[str]:
+    """Returns a note for each decode engine whose URL is also that of a prefill engine."""
+    prefill = {entry.url: entry.id for entry in entries if entry.role is Role.PREFILL}
+    return [
+        f"WARNING: {prefill[entry.url]} and {entry.id} have the same URL {entry.url}; that is right only for an engine "
+        "that can do either part of a request. One that does both parts is declared with --aggregated"
+        for entry in entries
+        if entry.role is Role.DECODE and entry.url in prefill
+    ]
 
 
 def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: ConfigProblems) -> dict[str, str]:
@@ -337,7 +363,9 @@ def _tokenizers(options: ProxyOptions, problems: ConfigProblems) -> TokenizersBy
     try:
         return load_tokenizers(options.tokenizer or {})
     except TokenizerError as error:
-        problems.add("--tokenizer", str(error))
+        words = [str(way) for way in (options.tokenizer or {}).values() if isinstance(way, Path) and not way.exists()]
+        nearest = next(filter(None, (did_you_mean(word, tuple(TokenizationMethod)) for word in words)), "").rstrip()
+        problems.add("--tokenizer", f"{error}{f'; {nearest}' if nearest else ''}")
         return {}
 
 

@@ -17,7 +17,8 @@ Examples, for a request in a file and for a prompt:
   kvparams explain-route http://127.0.0.1:8100 --admin-token-file token --request body.json
   kvparams explain-route http://127.0.0.1:8100 --admin-token-file token --model llama --prompt "Who is there?"
 
-The proxy must have an admin API (--admin-token-file) and the policy cache_aware. No request is sent to an engine.
+The proxy must have an admin API (--admin-token-file). No request is sent to an engine. A policy that draws lots or
+takes turns chooses anew for each request, so the next one may go elsewhere.
 """
 _TIMEOUT_S: Final = 30.0
 _MOST_BYTES: Final = 16 << 20
@@ -55,6 +56,8 @@ class ExplainRouteCommand:
             return 1
         except (OSError, ValueError) as error:
             reason = error.reason if isinstance(error, URLError) else error
+            if isinstance(error, OSError) and error.filename is not None:
+                reason = f"{error.filename} cannot be read: {error.strerror}"
             print(f"kvparams explain-route: {reason}", file=sys.stderr)
             return 2
         print(json.dumps(found, indent=1) if arguments.json else _words(found))
@@ -88,22 +91,49 @@ def _said(error: HTTPError) -> str:
 
 
 def _words(found: dict[str, Any]) -> str:
-    lines = [f"{found['decision']}", ""]
-    lines.append(f"{'':2}{'instance':24}{'cached':>8}{'fetched':>9}{'wait':>9}{'fetch':>9}{'compute':>9}{'first':>9}")
-    for one in found["candidates"]:
-        times = "".join(f"{1000 * one[name]:>6.0f} ms" for name in ("wait_s", "fetch_s", "compute_s", "first_token_s"))
-        mark = "->" if one["id"] == found["chosen"] else ""
-        whose = "" if one["source"] is None else f"  from {one['source']}"
-        lines.append(f"{mark:2}{one['id']:24}{one['cached']:>8}{one['fetched']:>9}{times}{whose}")
-    ids = found["ids"]
-    if ids is None:
-        lines += ["", "its token ids are unknown, so engines are chosen by load; give the proxy a --tokenizer"]
+    lines = [
+        f"{found['decision']}",
+        "",
+        *(_cache_table(found) if found["candidates"][0].get("cached") is not None else _load_table(found)),
+    ]
+    if found["ids"] is None:
+        lines += [
+            "",
+            "its token ids are unknown, so engines are chosen by load; give the proxy a --tokenizer",
+        ]
+    elif found["ids"] == "bytes":
+        lines += [
+            "",
+            f"about {found['tokens']} tokens, estimated from the text's bytes; so is every number of tokens above. "
+            "The request log has the engine's own",
+        ]
     else:
-        lines += ["", f"{found['tokens']} tokens, with ids from {ids}"]
+        lines += ["", f"{found['tokens']} tokens, with ids from {found['ids']}"]
     if found["alarm"]:
         share = f"{100 * found['accuracy']:.0f} %"
         lines += [f"WARNING: only {share} of the tokens that were predicted to be cached were cached"]
     return "\n".join(lines)
+
+
+def _cache_table(found: dict[str, Any]) -> list[str]:
+    lines = [f"{'':2}{'instance':24}{'cached':>8}{'fetched':>9}{'wait':>9}{'fetch':>9}{'compute':>9}{'first':>9}"]
+    for one in found["candidates"]:
+        times = "".join(f"{1000 * one[name]:>6.0f} ms" for name in ("wait_s", "fetch_s", "compute_s", "first_token_s"))
+        whose = "" if one["source"] is None else f"  from {one['source']}"
+        lines.append(f"{_mark(found, one):2}{one['id']:24}{one['cached']:>8}{one['fetched']:>9}{times}{whose}")
+    return lines
+
+
+def _load_table(found: dict[str, Any]) -> list[str]:
+    lines = [f"{'':2}{'instance':24}{'requests':>10}{'their tokens':>14}"]
+    return lines + [
+        f"{_mark(found, one):2}{one['id']:24}{one['in_flight']:>10}{one['tokens_in_flight']:>14}"
+        for one in found["candidates"]
+    ]
+
+
+def _mark(found: dict[str, Any], candidate: dict[str, Any]) -> str:
+    return "->" if candidate["id"] == found["chosen"] else ""
 
 
 COMMAND: Final = ExplainRouteCommand()

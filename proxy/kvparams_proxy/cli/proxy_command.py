@@ -3,18 +3,21 @@
 import argparse
 import asyncio
 import logging
+import re
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Final
 
 from starlette.applications import Starlette
 
+from kvparams.cli.completion import suggest_values
 from kvparams.dialects.registry import routable_dialect_names
 from kvparams.instances import Role
 from kvparams_proxy.cli import production_stack_flags
 from kvparams_proxy.cli.configuration import Configuration, build_configuration
+from kvparams_proxy.cli.effective_settings import describe_effective_settings
 from kvparams_proxy.cli.exchange_check import check_exchange
 from kvparams_proxy.cli.fleet_check import check_fleet
 from kvparams_proxy.cli.worker_pool import run_workers
@@ -33,6 +36,7 @@ from kvparams_proxy.telemetry.log_handler import LineWriterHandler
 __all__ = ["COMMAND", "add_fleet_flags", "add_option_flags", "load_configuration", "run_server"]
 
 _STDERR: Final = 2
+_OPTION: Final = re.compile(r"--([a-z][a-z0-9-]*)")
 _GRADES: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
 _EXAMPLE: Final = """
 Example with two prefill and two decode engines that use vLLM's NIXL connector:
@@ -48,6 +52,9 @@ The same from a file, which may change while the proxy runs (examples/fleet.yaml
   instances:
     - {id: p0, url: "http://10.0.0.1:8000", role: prefill}
     - {id: d0, url: "http://10.0.0.3:8000", role: decode}
+
+Every option can be set by an environment variable: --queue-wait is KVPARAMS_QUEUE_WAIT. A flag takes precedence over
+its variable, and the variable over the file.
 
 To check that the engines match their declarations and that KV gets from prefill to decode:
 
@@ -87,6 +94,9 @@ class ProxyCommand:
         asked = load_configuration("proxy", arguments)
         if asked is None:
             return 2
+        if arguments.print_config:
+            print(describe_effective_settings("proxy", arguments, asked))
+            return 0
         needed = sorted(ActiveModes(asked.settings.modes).roles)
         missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
         notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
@@ -112,13 +122,14 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignor
         "addresses of a name, dns+srv://NAME?role=decode for SRV records. Repeat the option for each source; see "
         "docs/kubernetes.md",
     )
-    known = ", ".join(routable_dialect_names())
-    group.add_argument(
+    known = routable_dialect_names()
+    connector = group.add_argument(
         "--connector",
         default="nixl",
         metavar="NAME",
-        help=f"the KV connector of engines that have none in the file: {known} (default: nixl)",
+        help=f"the KV connector of engines that have none in the file: {', '.join(known)} (default: nixl)",
     )
+    suggest_values(connector, known)
     group.add_argument(
         "--bootstrap",
         action="append",
@@ -156,6 +167,12 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignor
         help="check the engines and exit: compare each engine with its declaration, and send one small request "
         "through each pair. The exit status is 1 if a check fails. Run it while the engines are idle",
     )
+    group.add_argument(
+        "--print-config",
+        action="store_true",
+        help="print the effective settings, each with its source: a flag, an environment variable, the file or the "
+        "default; and exit. Secrets are not printed",
+    )
 
 
 def add_option_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
@@ -184,8 +201,16 @@ def load_configuration(command: str, arguments: argparse.Namespace) -> Configura
         return build_configuration(arguments)
     except ConfigError as error:
         for problem in error.problems:
-            print(f"kvparams {command}: {problem}", file=sys.stderr)
+            print(f"kvparams {command}: {_name_variable(problem, arguments)}", file=sys.stderr)
         return None
+
+
+def _name_variable(problem: str, arguments: argparse.Namespace) -> str:
+    """Returns a problem with the name of the environment variable instead of the option that it sets."""
+    sources: Mapping[str, str] = getattr(arguments, "option_sources", {})
+    found = _OPTION.match(problem)
+    source = "" if found is None else sources.get(found[1].replace("-", "_"), "")
+    return problem if found is None or not source or source.startswith("-") else source + problem[found.end() :]
 
 
 def run_server(
@@ -275,7 +300,9 @@ def _add(group: "argparse._ArgumentGroup", option: Option) -> None:  # pyright: 
         unit = " s" if isinstance(option.default, float) else ""
         shown = f"{option.default:g}" if isinstance(option.default, float) else option.default
         text = f"{text} (default: {shown}{unit})"
-    group.add_argument(f"--{option.name}", metavar=flag.metavar, help=text)
+    action = group.add_argument(f"--{option.name}", metavar=flag.metavar, help=text)
+    if flag.known is not None:
+        suggest_values(action, flag.known())
 
 
 COMMAND: Final = ProxyCommand()

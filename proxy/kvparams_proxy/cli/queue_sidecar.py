@@ -6,6 +6,7 @@ A broker URL with a password must come from a file, since other users can read a
 import argparse
 import json
 import re
+import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from starlette.routing import Route
 
 from kvparams.instances import Instance, Role
 from kvparams.routing.managers.mode_selector import ManagerMode
+from kvparams_proxy.cli.effective_settings import describe_effective_settings
 from kvparams_proxy.cli.proxy_command import load_configuration, run_server
 from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.queue.consumer import WorkConsumer
@@ -91,6 +93,9 @@ def run_queue_sidecar(arguments: argparse.Namespace, role: Role, remote: Role) -
     asked = load_configuration("sidecar", arguments)
     if asked is None:
         return 2
+    if arguments.print_config:
+        sys.stdout.write(f"{describe_effective_settings('sidecar', arguments, asked)}\n")
+        return 0
     (local,) = asked.settings.instances
     if role is Role.DECODE:
         return run_server(

@@ -17,6 +17,7 @@ from kvparams_proxy.config.sharing import write_exchange_key
 from kvparams_proxy.config_errors import ConfigError
 from kvparams_proxy.server.app import create_app
 from kvparams_proxy.server.file_descriptors import backlog_for, descriptor_limit
+from kvparams_proxy.service_notifier import ServiceNotifier
 from kvparams_proxy.workers.listeners import WorkerListeners
 from kvparams_proxy.workers.supervisor import ShutdownTimes, Supervisor, SupervisorEnd, WorkerPlan
 
@@ -44,6 +45,7 @@ def run_workers(
     """
     create_app(asked.settings)  # errors are reported before any worker starts
     backlog = backlog_for(descriptor_limit())
+    notifier = ServiceNotifier.from_environment()
     memory = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
     with (
         WorkerListeners.open(asked.host, asked.port, asked.workers, backlog) as listeners,
@@ -51,6 +53,11 @@ def run_workers(
     ):
         port = listeners.port
         write_exchange_key(Path(directory))
+
+        def serving() -> None:
+            on_serving(port)
+            notifier.ready(f"Serving requests with {asked.workers} workers")
+
         plan = WorkerPlan(
             workers=asked.workers,
             command=_worker_command(),
@@ -58,9 +65,13 @@ def run_workers(
             directory=Path(directory),
             times=_times(asked),
             check=lambda: _check_again(asked, arguments),
-            on_serving=lambda: on_serving(port),
+            on_serving=serving,
+            on_stopping=notifier.stopping,
         )
-        return asyncio.run(Supervisor(plan, listeners).run())
+        try:
+            return asyncio.run(Supervisor(plan, listeners).run())
+        finally:
+            notifier.close()
 
 
 def _worker_command() -> list[str]:

@@ -16,6 +16,7 @@ __all__ = ["DNSSource", "DiscoverySource", "KubernetesSource", "parse_discovery_
 
 RESOURCES: Final = ("pods", "endpointslices")
 _SCHEMES: Final = ("kubernetes", "dns", "dns+srv")
+_SHORT_SCHEMES: Final = {"k8s": "kubernetes", "kube": "kubernetes", "srv": "dns+srv"}
 _MAX_PORT: Final = 65535
 _LONGEST_SELECTOR: Final = 2048
 
@@ -61,7 +62,9 @@ def parse_discovery_url(text: str) -> DiscoverySource:
     except ValueError:
         raise ValueError("must be a URL such as kubernetes://NAMESPACE?selector=app%3Dvllm") from None
     if parts.scheme not in _SCHEMES:
-        raise ValueError(f"must begin with {', '.join(f'{each}://' for each in _SCHEMES)}")
+        nearest = did_you_mean(_SHORT_SCHEMES.get(parts.scheme, parts.scheme), _SCHEMES).replace("? ", "://?")
+        known = ", ".join(f"{each}://" for each in _SCHEMES)
+        raise ValueError(f"must begin with {known}{f'; {nearest}' if nearest else ''}")
     if parts.path.strip("/") or parts.fragment or parts.username is not None:
         raise ValueError("has a host and settings behind ?, and nothing else")
     settings = dict(parse_qsl(parts.query, keep_blank_values=True))

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo
 from kvparams import plugins
 from kvparams.routing.managers import factory
 from kvparams.routing.managers.mode_selector import ManagerMode
-from kvparams.settings_model import Allowed, must_be_one_of
+from kvparams.settings_model import Allowed, did_you_mean, must_be_one_of
 from kvparams_proxy.config.mode_parsing import parse_mode_flag
 from kvparams_proxy.config.share_url import ShareURL as ParsedShareURL
 from kvparams_proxy.config.share_url import parse_share_url
@@ -56,6 +56,8 @@ class Flag(NamedTuple):
 def _check_log(value: object, info: ValidationInfo) -> str:
     if value in ("-", "off"):
         return cast("str", value)
+    if isinstance(value, str) and "/" not in value and did_you_mean(value, ("off",)):
+        raise ValueError(f"must be -, off, or the path of a file; did you mean off? A file is written ./{value[:64]}")
     try:
         path = check_path(value, info)
     except ValueError:

@@ -13,6 +13,7 @@ __all__ = ["DEFAULT_PREFIX", "ShareURL", "parse_share_url"]
 
 DEFAULT_PREFIX: Final = "kvparams"
 _SCHEMES: Final = ("valkey", "valkeys")
+_REDIS: Final = {"redis": "valkey", "rediss": "valkeys"}
 _MAX_PREFIX: Final = 128
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -47,7 +48,10 @@ def parse_share_url(text: str) -> ShareURL:
     except ValueError:
         raise ValueError("must be a URL such as valkey://host:6379?prefix=site-a") from None
     if parts.scheme not in _SCHEMES:
-        hint = "; redis:// is written valkey:// here" if parts.scheme.startswith("redis") else ""
+        nearest = did_you_mean(parts.scheme, _SCHEMES).replace("? ", "://?")
+        hint = f"; {nearest}" if nearest else ""
+        if parts.scheme in _REDIS:
+            hint = f"; {parts.scheme}:// is written {_REDIS[parts.scheme]}:// here"
         raise ValueError(f"must begin with valkey:// or valkeys://{hint}")
     if not parts.hostname or port == 0 or parts.fragment:
         raise ValueError("must name a host and a port, such as valkey://host:6379?prefix=site-a")

@@ -48,7 +48,10 @@ _MAX_ADDRESSES: Final = 64
 _MAX_CHOICES: Final = 256
 _ID: Final = r"^[A-Za-z0-9][A-Za-z0-9._~-]{0,127}$"
 _STREAM: Final = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][A-Za-z0-9._-]{0,252}):(\d{1,5})")
+_HOST_AND_PORT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}:\d{1,5}")
 _SOCKET_FILE: Final = re.compile(r"ipc://[!-~]{1,100}")
+_CONNECTOR_CLASS: Final = re.compile(r"(?i)(Connector)?(V1)?$")
+_MAX_CLASS_NAME: Final = 128
 _VISIBLE: Final = re.compile(r"[!-~]{1,2048}")
 
 
@@ -74,7 +77,10 @@ def check_url(value: object) -> str:
     if parts is not None and "@" in parts.netloc:
         raise ValueError(f"{wanted}, without a user or password; an engine's API key goes into a key_file")
     if parts is None or not good or parts.path not in ("", "/") or "?" in value or "#" in value:
-        raise ValueError(wanted)
+        if _HOST_AND_PORT.fullmatch(value):
+            raise ValueError(f"{wanted}; did you mean http://{value}?")
+        path = ", without a path; the proxy adds /v1" if good and parts is not None and len(parts.path) > 1 else ""
+        raise ValueError(f"{wanted}{path}")
     return f"{parts.scheme}://{parts.netloc}"
 
 
@@ -98,10 +104,21 @@ def check_connector(value: object, rules: SpecRules) -> str:
     try:
         return must_be_one_of(value, sorted(rules.connectors))
     except ValueError as error:
-        why = rules.unusable_connectors.get(value) if isinstance(value, str) else None
-        if why is None:
+        if not isinstance(value, str):
             raise
-        raise ValueError(f"{error}; {value} cannot be used: {why}") from None
+        if (why := rules.unusable_connectors.get(value)) is not None:
+            raise ValueError(f"{error}; {value} cannot be used: {why}") from None
+        if (meant := _connector_of_class(value, rules)) is not None and "did you mean" not in str(error):
+            raise ValueError(f"{error}; did you mean {meant}?") from None
+        raise
+
+
+def _connector_of_class(name: str, rules: SpecRules) -> str | None:
+    """Returns the connector that an engine knows by the name of a class, such as NixlConnector; None if it is none."""
+    base = _CONNECTOR_CLASS.sub("", name[:_MAX_CLASS_NAME]).lower()
+    by_base = {"kvparams": "store", "kvstore": "store", "nixlpull": "nixl"} | {one: one for one in rules.connectors}
+    meant = by_base.get(base)
+    return meant if meant in rules.connectors else None
 
 
 def _check_stream(value: object, info: ValidationInfo) -> str:

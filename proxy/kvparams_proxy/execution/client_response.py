@@ -54,7 +54,9 @@ class ClientResponse(ResponseCorrector):
             return lines
         lines += b"".join(b"x-kvparams-%b: %b\r\n" % (i.role.encode(), i.id.encode()) for i in self._account.route)
         decision = self._account.decision
-        return lines if decision is None else lines + b"x-kvparams-decision: %b\r\n" % decision.summary().encode()
+        if decision is None:
+            return lines
+        return lines + b"x-kvparams-decision: %b\r\n" % decision.summary(self._account.prompt_tokens).encode()
 
     def send_document(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Writes a whole JSON answer."""

@@ -18,11 +18,11 @@ from kvparams.routing.pairing import PairKey
 from kvparams_proxy.fleet.candidates import Candidates
 from kvparams_proxy.fleet.leg_queue import LegQueue, LegWaiter, QueuedLeg, QueueObserver, RemoteLeg
 from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.routing_decision import RouteExplanation
 from kvparams_proxy.fleet.slow_start import CallLater, SlowStart
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
-    from kvparams_proxy.fleet.routing_decision import RouteExplanation
 
 __all__ = ["Dispatcher"]
 
@@ -124,11 +124,13 @@ class Dispatcher(Candidates):
         self._count(chosen, facts)
         return chosen.instance
 
-    def explain(self, facts: RequestFacts) -> "RouteExplanation | None":
+    def explain(self, facts: RequestFacts) -> RouteExplanation:
         """See `Fleet.explain`."""
         candidates = self.candidates(facts.model)
-        prefixes = self._prefixes
-        return None if prefixes is None else prefixes.explain(self._policy, candidates, facts, self._turn)
+        if self._prefixes is None:
+            return RouteExplanation(self._policy.choose(candidates, facts, self._turn).instance, candidates)
+        by_cache = self._prefixes.explain(self._policy, candidates, facts, self._turn)
+        return RouteExplanation(by_cache.decision.chosen, candidates, by_cache)
 
     def cancel_wait(self, waiter: LegWaiter) -> bool:
         """See `Fleet.cancel_wait`; whether it waited here."""

@@ -296,10 +296,10 @@ class Fleet(FleetMembers):
         candidates = (each.instance for each in self._roles[role].candidates(facts.model))
         return {each.id: believed[each] for each in candidates if each in believed}
 
-    def explain(self, role: Role, facts: RequestFacts) -> "RouteExplanation | None":
-        """Explains the decision that `acquire` would make now, regardless of room.
+    def explain(self, role: Role, facts: RequestFacts) -> "RouteExplanation":
+        """Explains the decision that `acquire` would make now, regardless of room and of slow start.
 
-        Nothing is taken. Returns None where the policy ignores caches.
+        Nothing is taken, and it is nobody's turn.
 
         Raises:
             ProxyError: 503 naming the role: there is nobody.

@@ -34,7 +34,7 @@ from kvparams_proxy.fleet.remote_cache_model import (
     RemoteCacheModel,
     SharedStore,
 )
-from kvparams_proxy.fleet.routing_decision import RouteExplanation, RoutingDecision
+from kvparams_proxy.fleet.routing_decision import CacheExplanation, RoutingDecision
 
 __all__ = ["BLOCK_TOKENS", "SHARED_BLOCK_TOKENS", "PrefixCacheModel"]
 
@@ -120,13 +120,13 @@ class PrefixCacheModel:
 
     def explain(
         self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int
-    ) -> RouteExplanation:
+    ) -> CacheExplanation:
         """Explains the decision that `choose` would make now. Nothing is counted or kept."""
         facts, _, held = self._look(members, facts)
         expected = [estimate_ttft(each, facts) for each in members]
         reaches = [self._fetching.fetchable_tokens(each.instance, held) for each in members]
         sources = [_whose(one, reach) for one, reach in zip(expected, reaches, strict=True)]
-        return RouteExplanation(self._decide(policy, members, facts, turn, held)[1], members, expected, sources)
+        return CacheExplanation(self._decide(policy, members, facts, turn, held)[1], expected, sources)
 
     def cached_tokens(self, facts: RequestFacts) -> Mapping[Instance, int]:
         """Returns the tokens of the prompt that each instance is believed to have.

@@ -1,30 +1,18 @@
 """The admin API: who is in the fleet and how it goes, changed while the proxy runs. Routes under `/admin`.
 
-    GET    /admin                          sources and roles
-    GET    /admin/instances                every instance and its state
-    POST   /admin/instances                add one: {"id", "url", "role", "connector", "bootstrap", "addresses",
-                                           "kv_events", "kv_events_replay", "store", "group", "compatibility", "labels",
-                                           "drain"}
-    GET    /admin/instances/{id}           one of them
-    PATCH  /admin/instances/{id}           change what is given; of others' instances only `drain`
-    DELETE /admin/instances/{id}           remove one that was added here; its legs go on to their end
-    POST   /admin/instances/{id}/drain     no new requests; .../undrain again
-    POST   /admin/groups/{group}/drain     all of one group at once; .../undrain again
-    DELETE /admin/groups/{group}           remove all of one group, where all were added here
-    GET    /admin/modes                    how requests are coordinated: {"modes": [...]}, as in the fleet file
-    PUT    /admin/modes                    the same from now on; requests that run are not touched
-    POST   /admin/explain-route            where this request would go now, and why; ?path= and ?tenant=
+`admin_operations` has the routes, `admin_answers` the answers.
 
 A change holds at all workers and at all proxies of the site (`--share`), and is forgotten when the last of them ends. A
 request is read only after its token has been verified, and no response contains a secret.
 """
 
-from collections.abc import Awaitable, Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Generator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, cast
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from kvparams.errors import JSONTextError
@@ -41,12 +29,24 @@ from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.requests.asgi_body import read_asgi_body
 from kvparams_proxy.requests.body import RequestBody
 from kvparams_proxy.secret import Secret
+from kvparams_proxy.server.admin_answers import (
+    Answer,
+    GroupDeletedAnswer,
+    InstanceDeletedAnswer,
+    InstancesAnswer,
+    ModeAnswer,
+    ModesAnswer,
+)
+from kvparams_proxy.server.admin_descriptions import describe_fleet, describe_instance
+from kvparams_proxy.server.admin_operations import ADMIN_OPERATIONS
 from kvparams_proxy.server.route_explanation import explain_route
 from kvparams_proxy.server.shared_admin import ADMIN_SOURCE, SharedAdmin, admin_specs, checked_spec, spec_document
 from kvparams_proxy.telemetry.proxy_gauges import leases_by_instance
 
 __all__ = ["ADMIN_SOURCE", "admin_routes"]
 
+_OPENAPI: Final = Path(__file__).with_name("admin_openapi.json")
+"""Made by `admin_openapi`, which a running proxy need not import."""
 _BODY: Final = JSONLimits(max_bytes=64 << 10, max_depth=6, max_containers=1_000, max_strings=4_000)
 """Far more than the longest list of modes has."""
 
@@ -59,25 +59,15 @@ def admin_routes(token: Secret) -> list[Route]:
     Args:
         token: what callers must show: `Authorization: Bearer <token>`.
     """
-    endpoints: tuple[tuple[str, str, _Endpoint], ...] = (
-        ("GET", "/admin", _overview),
-        ("GET", "/admin/instances", _list),
-        ("POST", "/admin/instances", _add),
-        ("GET", "/admin/instances/{id}", _show),
-        ("PATCH", "/admin/instances/{id}", _change),
-        ("DELETE", "/admin/instances/{id}", _remove),
-        ("POST", "/admin/instances/{id}/drain", _drain),
-        ("POST", "/admin/instances/{id}/undrain", _undrain),
-        ("POST", "/admin/groups/{group}/drain", _drain_group),
-        ("POST", "/admin/groups/{group}/undrain", _undrain_group),
-        ("DELETE", "/admin/groups/{group}", _remove_group),
-        ("GET", "/admin/modes", _modes),
-        ("PUT", "/admin/modes", _switch),
-        ("POST", "/admin/explain-route", lambda registry, request: explain_route(request)),
-    )
+    document = _OPENAPI.read_bytes()
+
+    async def get_openapi(registry: Registry, request: Request) -> Response:
+        return Response(document, media_type="application/json")
+
+    endpoints: dict[str, _Endpoint] = {**_ENDPOINTS, "get_openapi": get_openapi}
     paths: dict[str, dict[str, _Endpoint]] = {}
-    for method, path, endpoint in endpoints:
-        paths.setdefault(path, {})[method] = endpoint
+    for operation in ADMIN_OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = endpoints[operation.name]
     return [Route(path, _guard(token, methods), methods=list(methods)) for path, methods in paths.items()]
 
 
@@ -107,30 +97,38 @@ def _authorize(token: Secret, request: Request) -> None:
         raise ProxyError(401, "invalid_request_error", message, code="invalid_admin_token")
 
 
+def _answer(answer: Answer, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(answer.model_dump_json(), status, headers, "application/json")
+
+
 async def _overview(registry: Registry, request: Request) -> Response:
-    sources = [
-        {
-            "name": name,
-            "instances": sum(owned.source == name for owned in registry.owned.values()),
-            "applied": state.applied_count,
-            "refused": state.refused_count,
-            "problems": state.problems,
-            "conflicts": state.conflicts,
-        }
-        for name, state in registry.sources.items()
-    ]
-    roles = {role: health._asdict() for role, health in registry.fleet.health().items()}
-    return JSONResponse({"object": "fleet", "sources": sources, "roles": roles})
+    return _answer(describe_fleet(registry))
 
 
 async def _list(registry: Registry, request: Request) -> Response:
+    return _instances(registry, request, [member.instance.id for member in registry.fleet.members])
+
+
+def _leases(request: Request) -> Mapping[str, int]:
+    resources: ExecutionResources = request.state.resources
+    return leases_by_instance(resources.metrics, resources.kv_releaser)
+
+
+def _instances(registry: Registry, request: Request, ids: Collection[str]) -> Response:
+    """Returns the answer with these instances, in the order of the fleet."""
     held = _leases(request)
-    data = [_instance_document(registry, member, held) for member in registry.fleet.members]
-    return JSONResponse({"object": "list", "data": data})
+    members = (member for member in registry.fleet.members if member.instance.id in ids)
+    return _answer(InstancesAnswer(data=[describe_instance(registry, member, held) for member in members]))
+
+
+def _instance(registry: Registry, request: Request, id: str, status: int = 200) -> Response:
+    """Returns the answer with one instance."""
+    headers = {"location": f"/admin/instances/{id}"} if status == 201 else None
+    return _answer(describe_instance(registry, _member(registry, id), _leases(request)), status, headers)
 
 
 async def _show(registry: Registry, request: Request) -> Response:
-    return JSONResponse(_instance_document(registry, _member(registry, _id(registry, request)), _leases(request)))
+    return _instance(registry, request, _id(registry, request))
 
 
 async def _add(registry: Registry, request: Request) -> Response:
@@ -140,8 +138,7 @@ async def _add(registry: Registry, request: Request) -> Response:
         raise ProxyError(409, "conflict_error", f"{MAX_INSTANCES} instances were added here; remove some first")
     registry.publish(ADMIN_SOURCE, [*admin_specs(registry), entry])
     _shared(request).instance_changed(entry)
-    headers = {"location": f"/admin/instances/{entry.id}"}
-    return JSONResponse(_instance_document(registry, _member(registry, entry.id), _leases(request)), 201, headers)
+    return _instance(registry, request, entry.id, 201)
 
 
 async def _change(registry: Registry, request: Request) -> Response:
@@ -167,7 +164,7 @@ async def _change(registry: Registry, request: Request) -> Response:
     if drain is not None:
         registry.drain(id, drain)
         _shared(request).drained(id, drain)
-    return JSONResponse(_instance_document(registry, _member(registry, id), _leases(request)))
+    return _instance(registry, request, id)
 
 
 async def _remove(registry: Registry, request: Request) -> Response:
@@ -175,7 +172,7 @@ async def _remove(registry: Registry, request: Request) -> Response:
     _require_mine(registry, id, "remove it there, or drain it here")
     registry.publish(ADMIN_SOURCE, [entry for entry in admin_specs(registry) if entry.id != id])
     _shared(request).instance_removed(id)
-    return JSONResponse({"object": "instance", "id": id, "deleted": True})
+    return _answer(InstanceDeletedAnswer(id=id))
 
 
 async def _drain(registry: Registry, request: Request) -> Response:
@@ -190,7 +187,7 @@ def _set_drain(registry: Registry, request: Request, on: bool) -> Response:
     id = _id(registry, request)
     registry.drain(id, on)
     _shared(request).drained(id, on)
-    return JSONResponse(_instance_document(registry, _member(registry, id), _leases(request)))
+    return _instance(registry, request, id)
 
 
 async def _drain_group(registry: Registry, request: Request) -> Response:
@@ -205,10 +202,7 @@ def _set_group_drain(registry: Registry, request: Request, on: bool) -> Response
     for id in (ids := _of_group(registry, request)):
         registry.drain(id, on)
         _shared(request).drained(id, on)
-    held = _leases(request)
-    return JSONResponse(
-        {"object": "list", "data": [_instance_document(registry, _member(registry, id), held) for id in ids]}
-    )
+    return _instances(registry, request, ids)
 
 
 async def _remove_group(registry: Registry, request: Request) -> Response:
@@ -218,7 +212,7 @@ async def _remove_group(registry: Registry, request: Request) -> Response:
     registry.publish(ADMIN_SOURCE, [entry for entry in admin_specs(registry) if entry.id not in ids])
     for id in ids:
         _shared(request).instance_removed(id)
-    return JSONResponse({"object": "group", "id": request.path_params["group"], "instances": ids, "deleted": True})
+    return _answer(GroupDeletedAnswer(id=request.path_params["group"], instances=ids))
 
 
 def _of_group(registry: Registry, request: Request) -> list[str]:
@@ -232,7 +226,7 @@ def _of_group(registry: Registry, request: Request) -> list[str]:
 
 async def _modes(registry: Registry, request: Request) -> Response:
     modes: ActiveModes = request.state.modes
-    return JSONResponse({"object": "modes", "modes": [mode_document(mode) for mode in modes.active]})
+    return _answer(ModesAnswer(modes=[ModeAnswer.model_validate(mode_document(mode)) for mode in modes.active]))
 
 
 async def _switch(registry: Registry, request: Request) -> Response:
@@ -299,38 +293,24 @@ def _shared(request: Request) -> SharedAdmin:
     return shared
 
 
-def _leases(request: Request) -> Mapping[str, int]:
-    resources: ExecutionResources = request.state.resources
-    return leases_by_instance(resources.metrics, resources.kv_releaser)
+async def _explain(registry: Registry, request: Request) -> Response:
+    return _answer(await explain_route(request))
 
 
-def _instance_document(registry: Registry, member: Member, held: Mapping[str, int]) -> dict[str, object]:
-    """Returns the description of an instance for an operator, without secrets."""
-    instance = member.instance
-    owned = registry.owned[instance.id]
-    return {
-        "object": "instance",
-        "id": instance.id,
-        "url": instance.url,
-        "role": instance.role,
-        "connector": instance.dialect,
-        "bootstrap": instance.bootstrap,
-        "addresses": list(instance.addresses),
-        "kv_events": instance.kv_events,
-        "kv_events_replay": instance.kv_events_replay,
-        "store": instance.store,
-        "group": instance.group,
-        "compatibility": instance.compatibility,
-        "labels": dict(instance.labels),
-        "source": owned.source,
-        "incarnation": instance.incarnation,
-        "state": member.state,
-        "ready": member.ready,
-        "draining": member.draining,
-        "breaker": member.breaker.state,
-        "in_flight": member.in_flight,
-        "tokens": member.tokens,
-        "leases": held.get(instance.id, 0),
-        "models": None if member.models is None else sorted(member.models),
-        "has_key": owned.spec.credentials.key is not None,
-    }
+_ENDPOINTS: Final[Mapping[str, _Endpoint]] = {
+    "get_fleet": _overview,
+    "list_instances": _list,
+    "add_instance": _add,
+    "get_instance": _show,
+    "change_instance": _change,
+    "remove_instance": _remove,
+    "drain_instance": _drain,
+    "undrain_instance": _undrain,
+    "drain_group": _drain_group,
+    "undrain_group": _undrain_group,
+    "remove_group": _remove_group,
+    "get_modes": _modes,
+    "replace_modes": _switch,
+    "explain_route": _explain,
+}
+"""By the name of an `AdminOperation`."""

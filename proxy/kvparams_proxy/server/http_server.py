@@ -32,6 +32,7 @@ from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY, DirectEndpoi
 from kvparams_proxy.server.draining import DrainState
 from kvparams_proxy.server.file_descriptors import backlog_for, descriptor_limit
 from kvparams_proxy.server.http_protocol import HTTPProtocol, ServerContext
+from kvparams_proxy.service_notifier import ServiceNotifier
 from kvparams_proxy.telemetry.request_record import RefusedRequest
 
 __all__ = ["ProxyServer", "ServerSettings", "listen", "serve", "tune_garbage_collection"]
@@ -84,22 +85,32 @@ def serve(app: Starlette, listener: socket.socket, settings: ServerSettings) -> 
 async def _until_signal(app: Starlette, listener: socket.socket, settings: ServerSettings) -> signal.Signals | None:
     loop = asyncio.get_running_loop()
     server = ProxyServer(app, settings)
+    notifier = ServiceNotifier.from_environment()
     told: list[signal.Signals] = []
 
     def tell(number: signal.Signals) -> None:
+        if not told:
+            notifier.stopping(settings.drain_delay_s + settings.grace_s)
         told.append(number)
         server.stop()
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, tell, number)
-    started = asyncio.ensure_future(tune_garbage_collection(server))
+    tasks = [asyncio.ensure_future(each) for each in (tune_garbage_collection(server), _tell_ready(server, notifier))]
     try:
         await server.run(listener)
     finally:
-        started.cancel()
+        for task in tasks:
+            task.cancel()
+        notifier.close()
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
     return told[0] if told else None
+
+
+async def _tell_ready(server: "ProxyServer", notifier: ServiceNotifier) -> None:
+    await server.started.wait()
+    notifier.ready("Serving requests")
 
 
 async def tune_garbage_collection(server: "ProxyServer") -> None:

@@ -10,12 +10,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvparams.instances import Role
+from kvparams.version import __version__
+from kvparams.versions import SUPPORTED_VERSIONS
+from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair
 from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.requests.authentication import Unauthorized
+from kvparams_proxy.server.admin_answers import VersionAnswer
 from kvparams_proxy.server.request_handler import require_client
 
 __all__ = ["EXCEPTION_HANDLERS", "public_routes"]
@@ -28,6 +32,7 @@ def public_routes() -> list[Route]:
         Route("/health", _health, methods=["GET"]),
         Route("/health/{role}", _health, methods=["GET"]),
         Route("/metrics", _metrics, methods=["GET"]),
+        Route("/version", _version, methods=["GET"]),
     ]
 
 
@@ -103,14 +108,26 @@ async def _metrics(request: Request) -> Response:
     return Response(text, headers={"content-type": content_type})
 
 
+async def _version(request: Request) -> Response:
+    answer = VersionAnswer(version=__version__, protocol=list(SUPPORTED_VERSIONS))
+    return Response(answer.model_dump_json(), media_type="application/json")
+
+
 async def _not_found(request: Request, exc: Exception) -> Response:
     error = cast("HTTPException", exc)
     message = f"{request.method} {request.url.path[:200]} is not served here"
     if error.status_code == 405:
         message += f"; use {', '.join((error.headers or {}).get('Allow', 'another method').split(', '))}"
+    elif _is_admin(request.url.path):
+        settings: Settings = request.state.resources.settings
+        message += "; GET /admin lists the routes" if settings.admin_token else "; --admin-token-file turns /admin on"
     response = _error(ProxyError(error.status_code, "not_found_error", message), request.state.resources.new_id())
     response.headers.update(error.headers or {})
     return response
+
+
+def _is_admin(path: str) -> bool:
+    return path == "/admin" or path.startswith("/admin/")
 
 
 async def _internal_error(request: Request, exc: Exception) -> Response:

@@ -1,13 +1,13 @@
 """Serves `POST /admin/explain-route`, which explains where a request would go now. The body is a client's request.
 
-It sends no leg and counts no load. It asks an engine's `/tokenize` only where prompts get their ids there.
+It works with every policy. It sends no leg and counts no load, and it is nobody's turn. It asks an engine's `/tokenize`
+only where prompts get their ids there.
 """
 
 import asyncio
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
 from kvparams.instances import Role
 from kvparams_proxy.errors import ProxyError
@@ -17,7 +17,8 @@ from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_c
 from kvparams_proxy.requests.body import RequestBody
 from kvparams_proxy.requests.endpoints import ENDPOINTS, APIEndpoint
 from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
-from kvparams_proxy.tokenization.service import RoutingTokens
+from kvparams_proxy.server.admin_answers import CandidateAnswer, RouteAnswer
+from kvparams_proxy.tokenization.service import RoutingTokens, TokenIdSource
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.routing_decision import RouteExplanation
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["explain_route"]
 
 
-async def explain_route(request: Request) -> Response:
-    """Returns the explanation as a response.
+async def explain_route(request: Request) -> RouteAnswer:
+    """Explains where the request in the body would go.
 
     Raises:
-        ProxyError: as the proxy would answer such a request; 400 where no engine is chosen by what it has cached.
+        ProxyError: as the proxy would answer such a request.
     """
     resources: ExecutionResources = request.state.resources
     path = request.query_params.get("path", "/v1/completions")
@@ -44,15 +45,23 @@ async def explain_route(request: Request) -> Response:
         facts = facts._replace(routing_ids=prompt.ids, prompt_tokens=prompt.tokens or facts.prompt_tokens)
     role = Role.PREFILL if resources.fleet.has_candidates(Role.PREFILL, facts.model) else Role.AGGREGATED
     explained = resources.fleet.explain(role, facts)
-    if explained is None or resources.prefix_cache is None:
-        message = f"the policy {resources.settings.policy} does not use engines' caches"
-        raise ProxyError(400, "invalid_request_error", message, code="policy")
     by_client = facts.token_ids is not None or facts.routing_ids is not None
-    found = prompt.source if prompt is not None else "client" if by_client else None
-    document = _document(explained, found)
-    document["accuracy"] = resources.prefix_cache.prediction_stats.accuracy
-    document["alarm"] = resources.prefix_cache.prediction_stats.alarmed
-    return JSONResponse(document)
+    source = prompt.source if prompt is not None else TokenIdSource.CLIENT if by_client else None
+    by_cache, stats = explained.by_cache, None
+    if resources.prefix_cache is not None:
+        stats = resources.prefix_cache.prediction_stats
+    return RouteAnswer(
+        policy=resources.settings.policy,
+        role=role,
+        tokens=facts.prompt_tokens if by_cache is None else by_cache.decision.prompt_tokens,
+        ids=None if source is None else source.value,
+        estimated=source in (None, TokenIdSource.BYTES),
+        chosen=explained.chosen.id,
+        decision=_describe(explained, resources.settings.policy),
+        candidates=_candidates(explained),
+        accuracy=None if stats is None else stats.accuracy,
+        alarm=stats is not None and stats.alarmed,
+    )
 
 
 async def _inbound(resources: ExecutionResources, endpoint: APIEndpoint, request: Request) -> ParsedRequest:
@@ -79,17 +88,28 @@ async def _prompt(resources: ExecutionResources, endpoint: APIEndpoint, inbound:
     return await found
 
 
-def _document(explained: "RouteExplanation", source: str | None) -> dict[str, object]:
-    decision = explained.decision
-    return {
-        "object": "route",
-        "tokens": decision.prompt_tokens,
-        "ids": source,
-        "chosen": decision.chosen.id,
-        "decision": decision.summary(),
-        "candidates": [
-            {
-                "id": member.instance.id,
+def _describe(explained: "RouteExplanation", policy: str) -> str:
+    """Returns the reasons as text."""
+    if explained.by_cache is not None:
+        return explained.by_cache.decision.summary()
+    chosen = next(member for member in explained.members if member.instance is explained.chosen)
+    return (
+        f"{explained.chosen.id}: chosen by {policy} among {len(explained.members)} candidates; "
+        f"it has {chosen.in_flight} requests in flight"
+    )
+
+
+def _candidates(explained: "RouteExplanation") -> list[CandidateAnswer]:
+    loads = [
+        CandidateAnswer(id=member.instance.id, in_flight=member.in_flight, tokens_in_flight=member.tokens)
+        for member in explained.members
+    ]
+    found = explained.by_cache
+    if found is None:
+        return loads
+    return [
+        load.model_copy(
+            update={
                 "cached": one.cached_tokens,
                 "fetched": one.fetched_tokens,
                 "source": None if source is None else source.id,
@@ -98,9 +118,8 @@ def _document(explained: "RouteExplanation", source: str | None) -> dict[str, ob
                 "fetch_s": round(one.fetch_s, 6),
                 "compute_s": round(one.compute_s, 6),
                 "first_token_s": round(one.ttft_s, 6),
-                "in_flight": member.in_flight,
                 "legs_seen": member.backlog.cost_model.sample_count,
             }
-            for member, one, source in zip(explained.members, explained.expected, explained.sources, strict=True)
-        ],
-    }
+        )
+        for load, member, one, source in zip(loads, explained.members, found.expected, found.sources, strict=True)
+    ]

@@ -50,6 +50,8 @@ class WorkerPlan(NamedTuple):
     """Reads the configuration again before a reload. Returns None if it is invalid, after logging the reasons."""
     on_serving: Callable[[], None]
     """Called once, when a worker is ready and no first worker is still starting."""
+    on_stopping: Callable[[float], None]
+    """Called once, when the workers are told to shut down, with the seconds that this may take."""
 
 
 class SupervisorEnd(NamedTuple):
@@ -279,6 +281,7 @@ class Supervisor:
     def _end_workers(self) -> None:
         """Tells all workers to shut down. Each then holds the last copy of its socket, which closes with it."""
         self._stopping.set()
+        self._plan.on_stopping(sum(self._times))
         self._listeners.close()
         for worker in self._running:
             worker.send(FrameKind.DRAIN)

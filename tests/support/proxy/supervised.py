@@ -13,6 +13,7 @@ import logging
 import sys
 from pathlib import Path
 
+from kvparams_proxy.service_notifier import ServiceNotifier
 from kvparams_proxy.workers import supervisor
 from kvparams_proxy.workers.listeners import WorkerListeners
 from kvparams_proxy.workers.supervisor import ShutdownTimes, Supervisor, WorkerPlan
@@ -35,6 +36,7 @@ def main(folder: Path, workers: int) -> int:
             times=TIMES,
             check=lambda: TIMES if (folder / "check").read_text() == "right" else None,
             on_serving=lambda: print("serving", flush=True),
+            on_stopping=ServiceNotifier(None).stopping,
         )
         end = asyncio.run(Supervisor(plan, listeners).run())
     print("told" if end.signal else "gave up", end.signal.name if end.signal else end.message, flush=True)

@@ -13,8 +13,10 @@ from kvparams.jsontext.document import JSONLimits
 from kvparams_proxy.cli.explain_route_command import COMMAND
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
+from tests.support.proxy.admin_schema import check_answer
 from tests.support.proxy.fixtures import Proxy, StartProxy
 from tests.support.stub_engine import StubEngines
+from tests.support.waiting import until
 
 PROMPT = Random(5).choices(range(1000), k=641)
 ADMIN = {"authorization": "Bearer secret"}
@@ -34,6 +36,7 @@ async def aware(stub: StubEngines, proxy: StartProxy) -> Proxy:
 async def explain(running: Proxy, body: Any, path: str = "", expect: int = 200, **headers: str) -> Any:
     answer = await running.client.post(f"/admin/explain-route{path}", json=body, headers=ADMIN | headers)
     assert answer.status_code == expect, answer.text
+    check_answer("POST", "/admin/explain-route", answer)
     return answer.json() if expect == 200 else answer.json()["error"]["message"]
 
 
@@ -72,10 +75,54 @@ async def test_what_cannot_be_explained_is_refused_in_words(aware: Proxy, stub: 
     blind = await proxy(
         *urls(stub), policy="least_load", admin_token=Secret("secret"), body=JSONLimits(max_bytes=100_000)
     )
-    assert "least_load does not use engines' caches" in await explain(
-        blind, {"model": "stub", "prompt": PROMPT}, "", 400
-    )
     assert "larger than 100000 bytes" in await explain(blind, {"prompt": "x" * 100_000}, "", 413)
+
+
+@pytest.mark.parametrize(
+    "policy", ["round_robin", "least_load", "random", "two_choices", "session_affinity", "cache_aware"]
+)
+async def test_every_policy_is_explained(policy: str, stub: StubEngines, proxy: StartProxy) -> None:
+    running = await proxy(*urls(stub), policy=policy, admin_token=Secret("secret"))
+    body = {"model": "stub", "prompt": PROMPT, "max_tokens": 4}
+    found = [await explain(running, body) for _ in range(3)]
+    assert {one["id"] for one in found[0]["candidates"]} == {"prefill-0", "prefill-1"}
+    assert (found[0]["policy"], found[0]["role"], found[0]["tokens"]) == (policy, "prefill", 641)
+    assert found[0]["decision"].startswith(f"{found[0]['chosen']}: ")
+    assert all(one["in_flight"] == 0 for one in found[0]["candidates"])
+    if policy in ("random", "two_choices"):  # they draw by the id of the request
+        return
+    assert found[0] == found[1] == found[2], "to explain takes no turn"
+    answer = await running.client.post("/v1/completions", json=body)
+    assert answer.headers["x-kvparams-prefill"] == found[0]["chosen"]
+    if policy == "round_robin":
+        assert (await explain(running, body))["chosen"] != found[0]["chosen"]
+
+
+async def test_an_estimated_prompt_is_counted_in_the_engines_tokens_where_it_is_logged(
+    stub: StubEngines, proxy: StartProxy, tmp_path: Path
+) -> None:
+    """The stub engine counts a token for each byte, pseudo tokens have four."""
+    log = tmp_path / "log"
+    running = await proxy(
+        *urls(stub),
+        policy="cache_aware",
+        admin_token=Secret("secret"),
+        tokenizers={None: TokenizationMethod.BYTES},
+        log_requests=str(log),
+    )
+    body = {"model": "stub", "prompt": "who is there? " * 200, "max_tokens": 4}
+    await running.client.post("/v1/completions", json=body)
+    explained = await explain(running, body)
+    assert (explained["ids"], explained["estimated"]) == ("bytes", True)
+    answer = await running.client.post("/v1/completions", json=body)
+    await until(lambda: log.read_bytes().count(b"\n") == 2)
+    line = json.loads(log.read_bytes().splitlines()[1])
+    of = answer.headers["x-kvparams-decision"]
+    assert f"{line['predicted_tokens']} of {line['prompt_tokens']} tokens cached" in of
+    assert 0 < line["predicted_tokens"] < line["prompt_tokens"]
+    believed = max(one["cached"] for one in explained["candidates"])
+    assert line["predicted_tokens"] == believed * line["prompt_tokens"] // explained["tokens"]
+    assert line["prompt_tokens"] != explained["tokens"], "or nothing was converted"
 
 
 async def test_the_command_asks_and_tells(aware: Proxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +142,8 @@ async def test_the_command_asks_and_tells(aware: Proxy, tmp_path: Path, capsys: 
     assert status == 0, said
     assert "-> prefill-" in said.replace("->prefill", "-> prefill")
     assert "641 tokens, with ids from client" in said
+    status, said = await run("--prompt", "Who is there?", "--model", "stub")
+    assert "tokens, estimated from the text's bytes; so is every number of tokens above" in said
     status, said = await run("--prompt", "Who is there?", "--model", "stub", "--json")
     assert (status, json.loads(said)["ids"]) == (0, "bytes")
     status, said = await run("--prompt", "x", "--path", "/nowhere")
@@ -102,3 +151,20 @@ async def test_the_command_asks_and_tells(aware: Proxy, tmp_path: Path, capsys: 
     assert (await run())[0] == 2
     (tmp_path / "token").write_text("wrong")
     assert (await run("--prompt", "x"))[0] == 1
+
+
+async def test_the_command_shows_loads_where_the_policy_ignores_caches(
+    stub: StubEngines, proxy: StartProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = await proxy(*urls(stub), policy="round_robin", admin_token=Secret("secret"))
+    (tmp_path / "token").write_text("secret\n")
+    parser = argparse.ArgumentParser()
+    COMMAND.add_arguments(parser)
+    parsed = parser.parse_args(
+        [str(running.client.base_url), "--admin-token-file", str(tmp_path / "token"), "--prompt", "x"]
+    )
+    assert await asyncio.to_thread(COMMAND.run, parsed) == 0
+    said = capsys.readouterr().out
+    assert "prefill-0: chosen by round_robin among 2 candidates; it has 0 requests in flight" in said
+    assert "->prefill-0" in said
+    assert "its token ids are unknown" in said

@@ -15,6 +15,7 @@ from kvparams_proxy.config.fleet_file import FleetFileProvider
 from kvparams_proxy.config.settings import default_spec_rules
 from kvparams_proxy.secret import Secret
 from tests.support.processor import is_within
+from tests.support.proxy.admin_schema import check_answer
 from tests.support.stub_engine import StubEngines
 from tests.support.waiting import until
 
@@ -41,6 +42,7 @@ class Admin:
         assert got.status_code == expect, got.text
         assert got.headers["cache-control"] == "no-store"
         assert TOKEN not in got.text
+        check_answer(method, f"/admin{path}", got)
         return got.json()
 
     async def refused(self, method: str, path: str, body: object = None, expect: int = 400) -> str:

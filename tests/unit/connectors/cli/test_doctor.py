@@ -11,7 +11,7 @@ from kvparams_connectors.advice import Advice, advice_from_store
 from kvparams_connectors.cli import store_diagnosis
 from kvparams_connectors.cli.store_diagnosis import examine_huge_pages, examine_machine, examine_store
 from kvparams_connectors.conformance import Fault, FaultyStore, Operation
-from kvparams_connectors.store import KVStore, ResultCode
+from kvparams_connectors.store import KVStore, ResultCode, open_store
 from kvparams_connectors.stores.file import placement_advice
 from kvparams_connectors.stores.memory.store import MemoryStore
 
@@ -49,6 +49,29 @@ def test_a_good_store_has_nothing_but_ok(tmp_path: Path, capsys: pytest.CaptureF
     assert "GB/s with pages of" in said
     assert "a lookup of 1000 keys takes" in said
     assert "ERROR" not in said
+
+
+@pytest.mark.parametrize(
+    "url", ["file://{}/store?size=32MiB", "tiered:?l1=memory:%3Fsize=8MiB&l2=file://{}/store%3Fsize=32MiB"]
+)
+def test_the_doctor_leaves_no_file_behind(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", url.format(tmp_path)]) == 0
+    assert "came back unchanged" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_doctor_keeps_a_store_that_exists(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store?size=32MiB"
+    open_store(url).close()
+    inode = (tmp_path / "store").stat().st_ino
+    assert main(["doctor", url]) == 0
+    assert (tmp_path / "store").stat().st_ino == inode
+
+
+def test_a_store_that_cannot_be_created_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", f"file://{tmp_path}/store?size=1KiB"]) == 1
+    assert "ERROR" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_engines_of_a_fleet_are_held_against_what_is_declared(

@@ -155,7 +155,8 @@ def test_every_dialect_explains_itself(capsys: pytest.CaptureFixture[str]) -> No
     [
         ("{}", [], "no registered dialect"),
         ("{}", ["--dialect", "no-such"], "known: kvparams, aibrix"),
-        ('{"do_remote_decode": true}', [], "can be any of"),
+        ("{}", ["--dialect", "nxil"], "did you mean nixl? known: kvparams"),
+        ('{"is_mooncake_push": true, "transfer_id": "a", "do_remote_decode": 3}', [], "no registered dialect"),
     ],
 )
 def test_what_cannot_be_judged_is_one_line_and_status_2(
@@ -167,6 +168,43 @@ def test_what_cannot_be_judged_is_one_line_and_status_2(
     said = capsys.readouterr().err
     assert words in said
     assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["validate", "explain"])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_keys_of_several_dialects_are_taken_for_the_most_common_one(
+    command: str, phase: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    members: dict[str, dict[str, object]] = {
+        "prefill": {"do_remote_decode": True, "remote_engine_id": None, "remote_block_ids": None},
+        "decode": {
+            "do_remote_prefill": True,
+            "remote_engine_id": "e",
+            "remote_block_ids": [1],
+            "remote_host": "10.0.0.1",
+            "remote_port": 5600,
+        },
+    }
+    path = written(tmp_path / "given.json", members[phase])
+    assert main([command, path]) == 0
+    said = capsys.readouterr()
+    assert "vLLM NixlConnector" in said.out
+    found = re.search(
+        r"the dialect is probably nixl, the most common one; the keys also fit (.*);", said.out + said.err
+    )
+    assert found is not None
+    assert "nixl-push" in found[1]
+    assert "set another one with --dialect" in said.out + said.err
+    assert f"the phase is {phase}" in said.out + said.err
+    assert main([command, "--dialect", "nixl", path]) == 0
+    said = capsys.readouterr()
+    assert "probably" not in said.out + said.err, "what is said is not guessed"
+
+
+def test_a_translation_is_not_based_on_a_guess(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path / "given.json", {"do_remote_decode": True})
+    assert main(["translate", "--to", "kvparams", path]) == 2
+    assert "can be any of moriio-read, moriio-write, nixl, nixl-push; say which" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

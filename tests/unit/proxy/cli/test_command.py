@@ -80,6 +80,12 @@ def test_workers_share_what_the_proxy_may_hold(tmp_path: Path) -> None:
     assert share_limits(free, 4).server == free.server, "what one process may open is no limit of all together"
 
 
+def test_a_prefill_engine_that_is_the_decode_engine_too_is_noted(tmp_path: Path) -> None:
+    (note,) = asked("--prefill", "http://h:1", "--decode", "http://h:1/", "--decode", "http://h:2").notes
+    assert note.startswith("WARNING: prefill-0 and decode-0 have the same URL http://h:1; ")
+    assert asked("--aggregated", "http://h:1", "--decode", "http://h:2", "--prefill", "http://h:3").notes == ()
+
+
 def test_engines_may_have_names() -> None:
     one = asked("--prefill", "left=http://p:1/", "--prefill", "http://p:2", "--decode", "right=https://[::1]:8000")
     assert fleet(one) == {

@@ -1,0 +1,59 @@
+"""Describes the fleet and its instances for operators, without secrets."""
+
+from collections.abc import Mapping
+
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.registry.registry import Registry
+from kvparams_proxy.server.admin_answers import AdminRouteAnswer, FleetAnswer, InstanceAnswer, RoleAnswer, SourceAnswer
+from kvparams_proxy.server.admin_operations import ADMIN_OPERATIONS
+
+__all__ = ["describe_fleet", "describe_instance"]
+
+
+def describe_fleet(registry: Registry) -> FleetAnswer:
+    """Returns the sources and roles of the fleet, and the routes of the admin API."""
+    sources = [
+        SourceAnswer(
+            name=name,
+            instances=sum(owned.source == name for owned in registry.owned.values()),
+            applied=state.applied_count,
+            refused=state.refused_count,
+            problems=list(state.problems),
+            conflicts=list(state.conflicts),
+        )
+        for name, state in registry.sources.items()
+    ]
+    roles = {role: RoleAnswer(**health._asdict()) for role, health in registry.fleet.health().items()}
+    routes = [AdminRouteAnswer(method=each.method, path=each.path, summary=each.summary) for each in ADMIN_OPERATIONS]
+    return FleetAnswer(sources=sources, roles=roles, routes=routes)
+
+
+def describe_instance(registry: Registry, member: Member, leases: Mapping[str, int]) -> InstanceAnswer:
+    """Returns the description of an instance. `leases` counts them by the id of the instance."""
+    instance = member.instance
+    owned = registry.owned[instance.id]
+    return InstanceAnswer(
+        id=instance.id,
+        url=instance.url,
+        role=instance.role,
+        connector=instance.dialect,
+        bootstrap=instance.bootstrap,
+        addresses=list(instance.addresses),
+        kv_events=instance.kv_events,
+        kv_events_replay=instance.kv_events_replay,
+        store=instance.store,
+        group=instance.group,
+        compatibility=instance.compatibility,
+        labels=dict(instance.labels),
+        source=owned.source,
+        incarnation=instance.incarnation,
+        state=member.state,
+        ready=member.ready,
+        draining=member.draining,
+        breaker=member.breaker.state,
+        in_flight=member.in_flight,
+        tokens=member.tokens,
+        leases=leases.get(instance.id, 0),
+        models=None if member.models is None else sorted(member.models),
+        has_key=owned.spec.credentials.key is not None,
+    )
