@@ -56,7 +56,7 @@ class ClientResponse(ResponseCorrector):
         decision = self._account.decision
         if decision is None:
             return lines
-        return lines + b"x-kvparams-decision: %b\r\n" % decision.summary(self._account.prompt_tokens).encode()
+        return lines + b"x-kvparams-decision: %b\r\n" % decision.summary(self._account.engine_prompt_tokens).encode()
 
     def send_document(self, pieces: Sequence[bytes | memoryview]) -> None:
         """Writes a whole JSON answer."""

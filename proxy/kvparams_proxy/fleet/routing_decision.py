@@ -34,7 +34,7 @@ class RoutingDecision(NamedTuple):
 
         Args:
             tokens: a number of tokens by which the decision was made.
-            engine_prompt_tokens: the length of the prompt as the engine reports it; None if that is unknown.
+            engine_prompt_tokens: the length of the prompt as the engine reports it; None converts nothing.
         """
         if engine_prompt_tokens is None or not self.prompt_tokens or engine_prompt_tokens == self.prompt_tokens:
             return tokens

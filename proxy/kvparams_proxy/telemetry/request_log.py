@@ -98,7 +98,7 @@ class RequestLog:
             spent["first_byte"] * 1000,
             (since_s - begun_s) * 1000,
             account.prompt_tokens,
-            decision and decision.in_engine_tokens(decision.expected.cached_tokens, account.prompt_tokens),
+            decision and decision.in_engine_tokens(decision.expected.cached_tokens, account.engine_prompt_tokens),
             account.cached_tokens,
             account.completion_tokens,
             account.retries,

@@ -86,6 +86,11 @@ class RequestRecord:
         """The HTTP status of the answer; None where the client left without one."""
         return self.error_status or (200 if self.lifecycle.answering else None)
 
+    @property
+    def engine_prompt_tokens(self) -> int | None:
+        """The engine's length of a prompt that was routed by other ids than the engine's own; None otherwise."""
+        return None if self.facts.token_ids is not None else self.prompt_tokens
+
     def record_prefill(self, answer: Mapping[str, object]) -> None:
         """Records that the engine of the prompt has answered."""
         usage = answer.get("usage")
