@@ -25,19 +25,9 @@ __all__ = ["describe_effective_settings"]
 _COMMENT_COLUMN: Final = 60
 _DEFAULT: Final = "default"
 _USER: Final = re.compile(r"(?<=//)[^/@\s]*@")
-_OTHERS: Final = (
-    "connector",
-    "discover",
-    "bootstrap",
-    "engine_address",
-    *(f"{role}_labels" for role in Role),
-    "engine_key_file",
-    "engine_ca",
-    "role",
-    "broker",
-    "pool",
-)
-"""The destinations of options that have no place under `proxy` in a fleet file."""
+_ACTIONS: Final = frozenset({"check", "print_config"})
+_SHOWN_ELSEWHERE: Final = frozenset({option.attribute for option in OPTIONS} | {"config", "engine", *Role})
+"""The destinations of options that stand under `proxy` or `instances`, or name the file."""
 
 
 def describe_effective_settings(command: str, arguments: argparse.Namespace, asked: Configuration) -> str:
@@ -50,7 +40,7 @@ def describe_effective_settings(command: str, arguments: argparse.Namespace, ask
     """
     sources: Mapping[str, str] = getattr(arguments, "option_sources", {})
     lines = [f"# kvparams {command}: the effective settings; each comment says where the value came from.", "proxy:"]
-    lines += _option_lines(asked, sources, () if command == "proxy" else ("mode", "workers"))
+    lines += _option_lines(asked, sources, getattr(arguments, "decided_options", ()))
     lines += ["# Options that are no settings of a fleet file:", *_other_lines(arguments, sources)]
     if asked.options.mode is None:
         source = _DEFAULT if asked.settings.modes == DEFAULT_MODES else asked.file
@@ -69,7 +59,7 @@ def _option_lines(asked: Configuration, sources: Mapping[str, str], without: Col
     }
     for option in OPTIONS:
         name, value = option.attribute, getattr(asked.options, option.attribute)
-        if name in without:
+        if option.name in without:
             continue
         if name in asked.flag_options:
             source = sources.get(name, f"--{option.name}")
@@ -102,13 +92,12 @@ def _plain(value: object) -> str:
 
 
 def _other_lines(arguments: argparse.Namespace, sources: Mapping[str, str]) -> Iterator[str]:
-    for name in _OTHERS:
-        value: object = getattr(arguments, name, None)
-        flag = f"--{name.replace('_', '-')}"
+    """Returns the other options that were given, and the connector."""
+    for name in sorted({"connector", *sources} - _SHOWN_ELSEWHERE - _ACTIONS):
+        value: object = getattr(arguments, name)
         for one in cast("list[object]", value) if isinstance(value, list) else [value]:
-            if one is not None:
-                text = _USER.sub("", str(one))
-                yield _line(f"#   {flag} {text}", sources.get(name, _DEFAULT))
+            text = f"#   --{name.replace('_', '-')} {_USER.sub('', str(one))}"
+            yield _line(text, sources.get(name, _DEFAULT))
 
 
 def _instance_lines(arguments: argparse.Namespace, asked: Configuration, sources: Mapping[str, str]) -> Iterator[str]:

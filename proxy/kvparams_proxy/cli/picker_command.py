@@ -100,7 +100,8 @@ class PickerCommand:
             )
         missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
         notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
-        return run_server("picker", asked, notes, check=arguments.check, make=partial(create_picker_app, picker=picker))
+        make = partial(create_picker_app, picker=picker)
+        return run_server("picker", asked, notes, arguments=arguments, make=make)
 
 
 def _picker_settings(arguments: argparse.Namespace) -> PickerSettings | str:

@@ -94,15 +94,12 @@ class ProxyCommand:
         asked = load_configuration("proxy", arguments)
         if asked is None:
             return 2
-        if arguments.print_config:
-            print(describe_effective_settings("proxy", arguments, asked))
-            return 0
         needed = sorted(ActiveModes(asked.settings.modes).roles)
         missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
         notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
-        if asked.workers > 1 and not arguments.check:
+        if asked.workers > 1 and not (arguments.check or arguments.print_config):
             return _run_workers(asked, notes, arguments)
-        return run_server("proxy", asked, notes, check=arguments.check)
+        return run_server("proxy", asked, notes, arguments=arguments)
 
 
 def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
@@ -177,6 +174,7 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignor
 
 def add_option_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """Adds a flag for each setting, except those that a command decides itself."""
+    parser.set_defaults(decided_options=tuple(without))
     groups: dict[str, argparse._ArgumentGroup] = {}  # pyright: ignore[reportPrivateUsage]
     for option in OPTIONS:
         if option.name in without:
@@ -218,11 +216,18 @@ def run_server(
     asked: Configuration,
     notes: Iterable[str] = (),
     *,
-    check: bool = False,
+    arguments: argparse.Namespace | None = None,
     make: Callable[[Settings], Starlette] = create_app,
 ) -> int:
-    """Serves the app that `make` makes until told to stop, or only checks the engines. Returns the exit status."""
-    if check:
+    """Serves the app that `make` makes until told to stop. Returns the exit status.
+
+    With `--print-config` or `--check` among the arguments it prints the settings or checks the engines instead.
+    """
+    if arguments is not None and arguments.print_config:
+        _print_notes(command, (*asked.notes, *notes))
+        print(describe_effective_settings(command, arguments, asked))
+        return 0
+    if arguments is not None and arguments.check:
         return asyncio.run(_check(command, asked))
     app = make(asked.settings)
     _print_notes(command, (*asked.notes, *notes))

@@ -6,7 +6,6 @@ A broker URL with a password must come from a file, since other users can read a
 import argparse
 import json
 import re
-import sys
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -22,7 +21,6 @@ from starlette.routing import Route
 
 from kvparams.instances import Instance, Role
 from kvparams.routing.managers.mode_selector import ManagerMode
-from kvparams_proxy.cli.effective_settings import describe_effective_settings
 from kvparams_proxy.cli.proxy_command import load_configuration, run_server
 from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.queue.consumer import WorkConsumer
@@ -93,20 +91,18 @@ def run_queue_sidecar(arguments: argparse.Namespace, role: Role, remote: Role) -
     asked = load_configuration("sidecar", arguments)
     if asked is None:
         return 2
-    if arguments.print_config:
-        sys.stdout.write(f"{describe_effective_settings('sidecar', arguments, asked)}\n")
-        return 0
     (local,) = asked.settings.instances
     if role is Role.DECODE:
         return run_server(
             "sidecar",
             asked._replace(server=replace(asked.server, direct=False)),
+            arguments=arguments,
             make=partial(create_decode_node_app, broker, pool, engine=local),
         )
     instances, modes = (local, queue_instance(local.dialect)), (ManagerMode("queue_mediated"),)
     settings = replace(asked.settings, instances=instances, local_id=local.id, modes=modes, modes_are_fixed=True)
     make = partial(create_app, reach=queue_upstream_factory(broker, pool, settings))
-    return run_server("sidecar", asked._replace(settings=settings), make=make)
+    return run_server("sidecar", asked._replace(settings=settings), arguments=arguments, make=make)
 
 
 def create_decode_node_app(broker: Secret, pool: str, settings: Settings, engine: Instance) -> Starlette:

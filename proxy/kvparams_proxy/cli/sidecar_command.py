@@ -11,7 +11,6 @@ from typing import Final, cast, get_args
 from kvparams.instances import Role
 from kvparams.routing.managers.local_remote import LOCAL_MANAGERS
 from kvparams.routing.managers.mode_selector import ManagerMode
-from kvparams_proxy.cli.effective_settings import describe_effective_settings
 from kvparams_proxy.cli.proxy_command import add_fleet_flags, add_option_flags, load_configuration, run_server
 from kvparams_proxy.config.settings import PrefillPartnerMode
 from kvparams_proxy.config.spec_fields import check_url
@@ -139,10 +138,7 @@ class SidecarCommand:
         note = f"no {remote} engine is given; requests get a 503 until there is one"
         entries = tuple(entry for entry in asked.entries if entry.id == local.id or entry.role is not role)
         asked = asked._replace(settings=settings, entries=entries)
-        if arguments.print_config:
-            print(describe_effective_settings("sidecar", arguments, asked))
-            return 0
-        return run_server("sidecar", asked, () if known else (note,), check=arguments.check)
+        return run_server("sidecar", asked, () if known else (note,), arguments=arguments)
 
 
 def _queued(arguments: argparse.Namespace, role: Role) -> int:

@@ -105,7 +105,34 @@ def test_the_sidecar_prints_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert [mode.use for mode in document.modes] == ["decode_local_prefill_remote"]
 
 
+def test_what_the_operator_should_know_is_said_as_at_a_start(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["proxy", "--prefill", "http://h:1", "--decode", "http://h:1", "--print-config"]) == 0
+    assert "prefill-0 and decode-0 have the same URL" in capsys.readouterr().err
+
+
 def test_a_wrong_configuration_is_refused_as_at_a_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["proxy", "--prefill", "x", "--print-config"]) == 2
     said = capsys.readouterr()
     assert (said.out, "--prefill number 1" in said.err) == ("", True)
+
+
+def test_other_commands_print_theirs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("grpc")
+    argv = ("picker", "--prefill", "http://p:1", "--decode", "http://d:1", "--partner-header", "llm-d")
+    document, sources, _ = printed(*argv, "--fallbacks", "1", capsys=capsys)
+    assert {entry.id for entry in document.entries} == {"prefill-0", "decode-0"}
+    assert (sources["fallbacks"], sources["partner-header"]) == ("--fallbacks", "--partner-header")
+    assert "workers" not in sources
+
+
+def test_a_sidecar_with_a_broker_prints_instead_of_connecting(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("aio_pika")
+    url = tmp_path / "broker"
+    url.write_text(f"amqp://user:{SECRET}@127.0.0.1:1/\n")
+    url.chmod(0o600)
+    argv = ("sidecar", "--engine", "http://e:1", "--role", "prefill", "--connector", "store", "--broker", str(url))
+    _, sources, text = printed(*argv, capsys=capsys)
+    assert SECRET not in text
+    assert (sources["broker"], sources["connector"]) == ("--broker", "--connector")
