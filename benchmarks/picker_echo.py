@@ -5,16 +5,15 @@ python -m benchmarks.picker_echo PORT ENDPOINT
 
 import sys
 from collections.abc import AsyncIterator
-from importlib import import_module
 from typing import Any, Final
 
 import grpc
 import uvloop
 from grpc import aio
 
+from kvparams_proxy.picker.ext_proc_messages import ProcessingRequest, ProcessingResponse
+
 _SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
-_pb: Final[Any] = import_module("envoy.service.ext_proc.v3.external_processor_pb2")
-_base: Final[Any] = import_module("envoy.config.core.v3.base_pb2")
 _grpc: Final[Any] = grpc
 _aio: Final[Any] = aio
 _NAME: Final = "x-gateway-destination-endpoint"
@@ -22,12 +21,12 @@ _NAME: Final = "x-gateway-destination-endpoint"
 
 def _answer(request: Any, endpoint: str) -> Any:
     kind = request.WhichOneof("request")
-    answer = _pb.ProcessingResponse()
+    answer = ProcessingResponse()
     if kind == "request_headers":
         common = answer.request_headers.response
         common.clear_route_cache = True
-        header = _base.HeaderValue(key=_NAME, raw_value=endpoint.encode())
-        common.header_mutation.set_headers.append(_base.HeaderValueOption(header=header))
+        header = common.header_mutation.set_headers.add().header
+        header.key, header.raw_value = _NAME, endpoint.encode()
         answer.dynamic_metadata["envoy.lb"] = {_NAME: endpoint}
     elif kind in ("request_body", "response_body"):
         part = getattr(request, kind)
@@ -43,7 +42,7 @@ async def _serve(port: str, endpoint: str) -> None:
         async for request in requests:
             yield _answer(request, endpoint)
 
-    codec = (_pb.ProcessingRequest.FromString, _pb.ProcessingResponse.SerializeToString)
+    codec = (ProcessingRequest.FromString, ProcessingResponse.SerializeToString)
     method = {"Process": _grpc.stream_stream_rpc_method_handler(process, *codec)}
     server = _aio.server()
     server.add_generic_rpc_handlers((_grpc.method_handlers_generic_handler(_SERVICE, method),))

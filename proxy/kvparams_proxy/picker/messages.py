@@ -1,14 +1,14 @@
 """Reads and writes the messages of Envoy's ext_proc service, as the endpoint picker protocol 1.0.0 uses them.
 
 Sources: gateway-api-inference-extension docs/proposals/004-endpoint-picker-protocol, and external_processor.proto of
-Envoy 1.40. The generated modules have no types, so nothing outside this module reads a field of a message.
+Envoy 1.40. The classes of messages have no types, so nothing outside this module reads a field of one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import Any, Final, Literal
 
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.picker.ext_proc_messages import ProcessingRequest, ProcessingResponse
 
 __all__ = [
     "DESTINATION",
@@ -56,13 +56,13 @@ _CHUNK_BYTES: Final = 62_000
 _BODY_MODES: Final[tuple[BodyMode, ...]] = ("none", "streamed", "buffered", "partial", "duplex")
 """By the numbers of `ProcessingMode.BodySendMode`."""
 
-_pb: Final[Any] = import_module(f"{SERVICE.rpartition('.')[0]}.external_processor_pb2")
-_base: Final[Any] = import_module("envoy.config.core.v3.base_pb2")
-_status: Final[Any] = import_module("envoy.type.v3.http_status_pb2")
-_SET: Final[Any] = _base.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_SET: Final = 2
+"""`HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD`."""
+_ERROR_STATUSES: Final = frozenset((*range(400, 418), *range(421, 425), 426, 428, 429, 431, *range(500, 509), 510, 511))
+"""Of those that `StatusCode` knows. Envoy takes no others (http_status.proto)."""
 
-parse: Final[Any] = _pb.ProcessingRequest.FromString
-encode: Final[Any] = _pb.ProcessingResponse.SerializeToString
+parse: Final[Any] = ProcessingRequest.FromString
+encode: Final[Any] = ProcessingResponse.SerializeToString
 
 
 def kind_of(request: Message) -> MessageKind | None:
@@ -134,12 +134,12 @@ def destination_answer(
         to_body: whether it answers a whole body, and not the headers.
     """
     value = ",".join(endpoints)
-    answer = _pb.ProcessingResponse()
+    answer = ProcessingResponse()
     common = (answer.request_body if to_body else answer.request_headers).response
     common.clear_route_cache = True
-    common.header_mutation.set_headers.extend(
-        [_header(DESTINATION, value.encode()), *(_header(*each) for each in headers.items())]
-    )
+    _set(common.header_mutation, DESTINATION, value.encode())
+    for name, content in headers.items():
+        _set(common.header_mutation, name, content)
     common.header_mutation.remove_headers.extend(removed)
     answer.dynamic_metadata.fields[_NAMESPACE].struct_value.fields[DESTINATION].string_value = value
     return answer
@@ -156,7 +156,7 @@ def streamed_body(body: bytes, *, ends: bool = True) -> Iterator[Message]:
     """Yields a body in chunks that Envoy accepts. `ends`: whether no trailers follow."""
     for start in range(0, max(1, len(body)), _CHUNK_BYTES):
         piece = body[start : start + _CHUNK_BYTES]
-        answer = _pb.ProcessingResponse()
+        answer = ProcessingResponse()
         streamed = answer.request_body.response.body_mutation.streamed_response
         streamed.body, streamed.end_of_stream = piece, ends and start + _CHUNK_BYTES >= len(body)
         yield answer
@@ -164,7 +164,7 @@ def streamed_body(body: bytes, *, ends: bool = True) -> Iterator[Message]:
 
 def pass_response_body(request: Message) -> Message:
     """Returns the answer to a chunk of a response in full duplex, which passes unchanged."""
-    answer = _pb.ProcessingResponse()
+    answer = ProcessingResponse()
     streamed = answer.response_body.response.body_mutation.streamed_response
     streamed.body, streamed.end_of_stream = request.response_body.body, request.response_body.end_of_stream
     return answer
@@ -172,31 +172,33 @@ def pass_response_body(request: Message) -> Message:
 
 def pass_unchanged(kind: MessageKind, headers: Mapping[str, bytes] | None = None) -> Message:
     """Returns the answer to a part that passes unchanged, apart from headers that are set in it."""
-    answer = _pb.ProcessingResponse()
+    answer = ProcessingResponse()
     part = getattr(answer, kind)
     part.SetInParent()
     if headers:
-        part.response.header_mutation.set_headers.extend(_header(*each) for each in headers.items())
+        for name, content in headers.items():
+            _set(part.response.header_mutation, name, content)
     return answer
 
 
 def immediate_error(error: ProxyError, request_id: str) -> Message:
     """Returns the message that has the data plane answer with an error itself."""
-    answer = _pb.ProcessingResponse()
+    answer = ProcessingResponse()
     immediate = answer.immediate_response
-    immediate.status.code = error.status if error.status in _status.StatusCode.values() else 500
+    immediate.status.code = error.status if error.status in _ERROR_STATUSES else 500
     immediate.body, immediate.details = error.body(), error.name.replace(" ", "_")
-    headers = [_header("content-type", b"application/json"), _header("x-request-id", request_id.encode())]
+    _set(immediate.headers, "content-type", b"application/json")
+    _set(immediate.headers, "x-request-id", request_id.encode())
     for line in error.headers().split(b"\r\n"):
         name, _, value = line.partition(b": ")
         if name:
-            headers.append(_header(name.decode(), value))
-    immediate.headers.set_headers.extend(headers)
+            _set(immediate.headers, name.decode(), value)
     return answer
 
 
-def _header(name: str, value: bytes) -> Message:
-    return _base.HeaderValueOption(header=_base.HeaderValue(key=name, raw_value=value), append_action=_SET)
+def _set(mutation: Message, name: str, value: bytes) -> None:
+    option = mutation.set_headers.add(append_action=_SET)
+    option.header.key, option.header.raw_value = name, value
 
 
 def _attribute(request: Message, name: str) -> str | None:

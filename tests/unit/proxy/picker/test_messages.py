@@ -1,6 +1,5 @@
 """Tests what is read from Envoy's messages, and what is written to it."""
 
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -9,13 +8,12 @@ from hypothesis import strategies as st
 
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.picker import messages as ext_proc
+from kvparams_proxy.picker.ext_proc_messages import ProcessingRequest
 from kvparams_proxy.picker.usage_reader import UsageReader
-
-_pb: Any = import_module("envoy.service.ext_proc.v3.external_processor_pb2")
 
 
 def request(**metadata: dict[str, Any]) -> Any:
-    made = _pb.ProcessingRequest()
+    made = ProcessingRequest()
     for namespace, value in metadata.items():
         made.metadata_context.filter_metadata[namespace.replace("__", ".")].update(value)
     return made
