@@ -46,7 +46,7 @@ def test_its_settings_are_the_proxys_but_for_the_mode() -> None:
         command.add_arguments(parser)
         names[at] = {option for action in parser._actions for option in action.option_strings}  # pyright: ignore[reportPrivateUsage]
     proxys, sidecars = names
-    assert sidecars - proxys == {"--engine", "--role", "--broker", "--pool"}
+    assert sidecars - proxys == {"--engine", "--role", "--broker", "--pool", "--prefill-partner"}
     stack = {name for name in proxys - sidecars if name.startswith(("--static-", "--engine-stats", "--log-"))}
     left_out = {"--mode", "--aggregated"}
     assert left_out < proxys - sidecars
