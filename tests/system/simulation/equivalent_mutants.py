@@ -65,7 +65,9 @@ EQUIVALENT: dict[str, str] = {
     "lifespan:_open_parts: stack.callback(LoopLag(loop, metrics.loop_lag).close)": "it is not made at all without it",
     "lifespan:_open_parts: stack.callback(trimmer.close)": f"{_LIMIT}bodies are too small to be trimmed",
     "http_server:_until_signal: server.stop()": f"{_LIMIT}there are no signals; tests/system/proxy/config/test_shutdown.py holds it",
-    "http_server:_until_signal: started.cancel()": f"{_LIMIT}there are no signals, and no start that fails",
+    "http_server:_until_signal: task.cancel()": f"{_LIMIT}there are no signals, and no start that fails",
+    "http_server:_until_signal: notifier.close()": f"{_LIMIT}no service manager is told; "
+    "tests/unit/proxy/test_service_notifier.py holds it",
     "http_server:ProxyServer.run: listener.close()": "the listener is closed already, unless the start fails",
     "http_server:ProxyServer._serve: accepting.close()": "it is closed already, unless the server itself is cancelled",
     "http_server:ProxyServer._drain: connections.close_idle()": f"{_LIMIT}no connection is idle for more than a moment; "
