@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.mark import ParameterSet
 
 from kvparams import plugins
 from kvparams.cli import main
@@ -30,9 +31,9 @@ def found_blocks(*languages: str) -> Iterator[tuple[str, int, str]]:
                 yield page.name, line, "\n".join(one.removeprefix(block[1]) for one in block[3].split("\n"))
 
 
-def blocks(*languages: str) -> list[object]:
+def blocks(*languages: str) -> list[ParameterSet]:
     """Returns every block of these languages as a parameter whose id is its place."""
-    found: list[object] = [pytest.param(code, id=f"{page}:{line}") for page, line, code in found_blocks(*languages)]
+    found = [pytest.param(code, id=f"{page}:{line}") for page, line, code in found_blocks(*languages)]
     assert found, languages
     return found
 

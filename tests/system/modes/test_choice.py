@@ -98,7 +98,8 @@ WRONG: list[tuple[object, str]] = [
     ([{"use": "conditional", "options": {"fallback": 1}}], "modes[0].options: fallback must be true or false"),
     (
         [{"use": "conditional", "options": {"fallbak": True}}],
-        "modes[0].options: 'fallbak' is not an option of this mode; did you mean fallback? known: remote_tokens, fallback",
+        "modes[0].options: 'fallbak' is not an option of this mode; did you mean fallback? known: remote_tokens, "
+        "fallback",
     ),
     ([{"use": "aggregated", "when": {"stream": True}}], "modes: one mode must be for all requests"),
 ]

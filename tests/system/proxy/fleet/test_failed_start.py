@@ -77,6 +77,7 @@ STEPS = (
     ),
     *("InstanceGauges", "ProductionStackGauges"),
     *("MetricsExposition", "LoopLag", "StepRunner", "TurnBatcher", "RetryBudget", "Tracer", "ExecutionResources"),
+    *("EndpointNames", "make_prefill_partners"),
     *("RequestHandler", "SharedAdmin", "run_providers", "BootstrapServers", "Prober", "DrainState"),
 )
 """What the start makes, in this order; each fails in turn."""
