@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Dispatcher"]
 
+_CLOSED: Final = BreakerState.CLOSED
 _PASSED: Final = 4
 """So many in a row that found no room are looked past."""
 
@@ -67,8 +68,8 @@ class Dispatcher(Candidates):
         self._requests = limits.requests
         self._tokens = limits.tokens
         self._turn = 0
-        self._named: frozenset[str] = frozenset()
-        """Models that some instance has named."""
+        self._named: frozenset[str] | None = None
+        """Models that some instance has named; None until they are asked for."""
         self._slow = SlowStart(slow_start_s, now, call_later, self._time_passed)
         self._room = LegQueue(role, queue, limits.tokens is not None, now, call_later, self._time_passed)
         self._serving = False
@@ -158,7 +159,7 @@ class Dispatcher(Candidates):
     def push_remote(self, leg: RemoteLeg) -> None:
         """Adds a leg that waits at another proxy."""
         model = leg.facts.model
-        self._room.push_remote(leg, model if model is None or model in self._named else "")
+        self._room.push_remote(leg, self._queue_model(model))
 
     def drop_remote(self, leg: RemoteLeg, *, granted: bool) -> None:
         """Removes a leg that waits no longer at another proxy."""
@@ -193,10 +194,9 @@ class Dispatcher(Candidates):
 
     def changed(self) -> None:
         """Readiness, models, breakers, drains or members of this role have changed."""
-        mine = [member for member in self._members.values() if member.instance.role is self.role]
         self._candidates.clear()
-        self._named = frozenset(model for member in mine for model in member.models or ())
-        self._guard(mine)
+        self._named = None
+        self._guard()
         if self._room:
             self._room.refuse_where(
                 lambda item: None if self._could(item) else self._absent_for(item.facts, item.paired_with)
@@ -221,7 +221,7 @@ class Dispatcher(Candidates):
             if chosen is not None:
                 return chosen.instance
         others = bool(self._room)
-        self._room.push(waiter, facts, avoid, model if model is None or model in self._named else "", beside)
+        self._room.push(waiter, facts, avoid, self._queue_model(model), beside)
         # Others wait, and still it may be next: by its priority, or because it can run where they cannot.
         instance = self._serve(waiter) if others else None
         if instance is None:
@@ -270,12 +270,26 @@ class Dispatcher(Candidates):
         has_none = member.tokens == member.foreign_tokens
         return self._tokens is None or has_none or member.tokens + tokens <= self._tokens
 
+    def _has_trouble(self) -> bool:
+        """Returns whether a breaker is not closed. A fleet of thousands changes many times a second."""
+        role = self.role
+        for member in self._members.values():
+            if member.breaker.state is not _CLOSED and member.instance.role is role:
+                return True
+        return False
+
+    def _queue_model(self, model: str | None) -> str | None:
+        """Returns the model whose queue a leg waits in. Those that no instance has named share the queue named ""."""
+        if self._named is None:
+            members = [each for each in self._members.values() if each.instance.role is self.role]
+            self._named = frozenset(each for member in members for each in member.models or ())
+        return model if model is None or model in self._named else ""
+
     def _could(self, item: QueuedLeg) -> bool:
         return bool(self._find_for(item.facts, item.paired_with, item.avoid))
 
-    def _guard(self, mine: list[Member]) -> None:
-        troubled = any(member.breaker.state is not BreakerState.CLOSED for member in mine)
-        self._careful = troubled or self._slow.active or self._prefixes is not None
+    def _guard(self) -> None:
+        self._careful = self._prefixes is not None or self._slow.active or self._has_trouble()
         self.needs_notice = self.has_limits or self._careful
 
     # those who wait
@@ -360,5 +374,5 @@ class Dispatcher(Candidates):
     def _time_passed(self) -> None:
         """Handles the progress of a slow start, and waits that took too long."""
         if not self._slow.active:
-            self._guard([member for member in self._members.values() if member.instance.role is self.role])
+            self._guard()
         self._serve()
