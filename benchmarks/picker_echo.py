@@ -1,0 +1,56 @@
+"""Runs the smallest endpoint picker that there can be, as a floor: it names one endpoint and echoes bodies.
+
+python -m benchmarks.picker_echo PORT ENDPOINT
+"""
+
+import sys
+from collections.abc import AsyncIterator
+from importlib import import_module
+from typing import Any, Final
+
+import grpc
+import uvloop
+from grpc import aio
+
+_SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+_pb: Final[Any] = import_module("envoy.service.ext_proc.v3.external_processor_pb2")
+_base: Final[Any] = import_module("envoy.config.core.v3.base_pb2")
+_grpc: Final[Any] = grpc
+_aio: Final[Any] = aio
+_NAME: Final = "x-gateway-destination-endpoint"
+
+
+def _answer(request: Any, endpoint: str) -> Any:
+    kind = request.WhichOneof("request")
+    answer = _pb.ProcessingResponse()
+    if kind == "request_headers":
+        common = answer.request_headers.response
+        common.clear_route_cache = True
+        header = _base.HeaderValue(key=_NAME, raw_value=endpoint.encode())
+        common.header_mutation.set_headers.append(_base.HeaderValueOption(header=header))
+        answer.dynamic_metadata["envoy.lb"] = {_NAME: endpoint}
+    elif kind in ("request_body", "response_body"):
+        part = getattr(request, kind)
+        streamed = getattr(answer, kind).response.body_mutation.streamed_response
+        streamed.body, streamed.end_of_stream = part.body, part.end_of_stream
+    else:
+        getattr(answer, kind).SetInParent()
+    return answer
+
+
+async def _serve(port: str, endpoint: str) -> None:
+    async def process(requests: AsyncIterator[Any], _call: Any) -> AsyncIterator[Any]:
+        async for request in requests:
+            yield _answer(request, endpoint)
+
+    codec = (_pb.ProcessingRequest.FromString, _pb.ProcessingResponse.SerializeToString)
+    method = {"Process": _grpc.stream_stream_rpc_method_handler(process, *codec)}
+    server = _aio.server()
+    server.add_generic_rpc_handlers((_grpc.method_handlers_generic_handler(_SERVICE, method),))
+    server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    await server.wait_for_termination()
+
+
+if __name__ == "__main__":
+    uvloop.run(_serve(*sys.argv[1:3]))
