@@ -15,7 +15,9 @@ from tests.support.processes import Processes, free_ports
 __all__ = ["Gateway", "Picker", "gateway_config", "start_envoy", "start_picker"]
 
 _PAGE: Final = Path(__file__).parents[2] / "docs" / "gateway.md"
-_BIN: Final = Path(sys.executable).parent
+_OWN_BIN: Final = Path(sys.executable).parent
+_BIN: Final = _OWN_BIN if (_OWN_BIN / "envoy").exists() else _PAGE.parents[1] / ".venv" / "bin"
+"""Engines have environments of their own, without Envoy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ _log: Final = logging.getLogger(__name__)
 _METHOD: Final = "Process"
 _MESSAGE_BYTES: Final = 64 << 20
 """A whole body comes in one message where the data plane buffers it."""
+_PING_MS: Final = 500
+"""The shortest time between two pings of a data plane that the server takes for well-meant."""
 _SPLIT: Final = frozenset((Role.PREFILL, Role.DECODE))
 _grpc: Final[Any] = grpc
 _aio: Final[Any] = aio
@@ -51,6 +53,10 @@ async def serve_picks(context: PickerContext, grace_s: float) -> AsyncGenerator[
             ("grpc.max_send_message_length", _MESSAGE_BYTES),
             ("grpc.max_concurrent_streams", settings.max_streams),
             ("grpc.so_reuseport", 0),
+            # Data planes ask by ping whether the picker lives, also while nothing else is said.
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS),
+            ("grpc.http2.max_ping_strikes", 0),
         ],
         maximum_concurrent_rpcs=settings.max_streams,
     )

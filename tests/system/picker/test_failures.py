@@ -17,7 +17,7 @@ from kvparams_proxy.picker import messages as ext_proc
 from tests.support.gateway import filters, start_picker
 from tests.support.processes import Processes
 from tests.support.recording_engine import RecordingEngine
-from tests.support.waiting import until
+from tests.support.waiting import stays_true_for, until
 from tests.system.picker.conftest import AGGREGATED, Site, StartSite
 
 SERVING, NOT_SERVING = 1, 2
@@ -78,6 +78,24 @@ async def test_requests_that_run_while_the_picker_is_killed_end(
         statuses = sorted(answer.status_code for answer in await asyncio.gather(*running))
     # In full duplex, what Envoy has shown to the picker cannot go on without it.
     assert statuses == [200] * 4 if change is fail_open_buffered else all(s in (200, 500) for s in statuses)
+
+
+async def test_a_request_that_takes_long_survives_keepalive(start_site: StartSite) -> None:
+    def pings(config: dict[str, Any]) -> None:
+        (options,) = config["static_resources"]["clusters"][1]["typed_extension_protocol_options"].values()
+        keepalive = {"interval": "0.2s", "timeout": "2s"}
+        options["explicit_http_config"]["http2_protocol_options"]["connection_keepalive"] = keepalive
+
+    site = await start_site(change=pings)
+    for engine in site.engines:
+        engine.go_on.clear()
+    running = asyncio.ensure_future(site.complete())
+    await until(lambda: sum(engine.running for engine in site.engines) == 1)
+    # A gRPC server ends a connection after three pings without data, unless it is told to bear them.
+    await stays_true_for(2.5, lambda: not running.done(), pause_s=0.1)
+    for engine in site.engines:
+        engine.go_on.set()
+    assert (await running).status_code == 200
 
 
 async def test_a_picker_that_hangs_is_noticed(site: Site) -> None:
