@@ -11,7 +11,7 @@ from kvparams.instances import Instance
 from kvparams.routing.plan import Leg
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.leg_requests import build_leg_request
-from kvparams_proxy.picker import messages as ext_proc
+from kvparams_proxy.ext_proc import messages as ext_proc
 from kvparams_proxy.picker.context import PickerContext
 from kvparams_proxy.picker.handlers import PASSED_PATHS, PickDownstream, PickHandler, pick_without_body
 from kvparams_proxy.picker.pick import Destination, Pick, PickOwner, Response

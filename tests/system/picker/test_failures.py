@@ -13,7 +13,7 @@ import trustme
 from grpc import aio
 from grpc_health.v1 import health_pb2
 
-from kvparams_proxy.picker import messages as ext_proc
+from kvparams_proxy.ext_proc import messages as ext_proc
 from tests.support.gateway import filters, start_picker
 from tests.support.processes import Processes
 from tests.support.recording_engine import RecordingEngine

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.picker import messages as ext_proc
+from kvparams_proxy.ext_proc import messages as ext_proc
 from kvparams_proxy.picker.usage_reader import UsageReader
 
 _pb: Any = import_module("envoy.service.ext_proc.v3.external_processor_pb2")
