@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from kvparams.instances import Role
+from kvparams_proxy.cli.effective_settings import describe_effective_settings
 from kvparams_proxy.cli.proxy_command import add_fleet_flags, add_option_flags, load_configuration, run_server
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.picker.settings import PARTNER_DIALECTS, PartnerDialect, PickerSettings, PickerTLS
@@ -98,6 +99,9 @@ class PickerCommand:
                 "sidecars must be told their prefill engine: add --sign-with FILE --audience NAME, or choose "
                 "--partner-header llm-d, or --mode aggregated where every engine does both"
             )
+        if arguments.print_config:
+            print(describe_effective_settings("picker", arguments, asked))
+            return 0
         missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
         notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
         return run_server("picker", asked, notes, check=arguments.check, make=partial(create_picker_app, picker=picker))
