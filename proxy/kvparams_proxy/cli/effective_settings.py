@@ -36,6 +36,9 @@ _OTHERS: Final = (
     "role",
     "broker",
     "pool",
+    "decode_picker",
+    "prefill_partner",
+    *("grpc_host", "grpc_port", "grpc_certificate", "grpc_key", "grpc_client_ca", "fallbacks", "partner_header"),
 )
 """The destinations of options that have no place under `proxy` in a fleet file."""
 
@@ -44,7 +47,7 @@ def describe_effective_settings(command: str, arguments: argparse.Namespace, ask
     """Returns the settings with which the command would start.
 
     Args:
-        command: `proxy` or `sidecar`.
+        command: `proxy`, `sidecar` or `picker`.
         arguments: the parsed command line. `option_sources` tells flags from environment variables.
         asked: what was built from it.
     """
