@@ -38,7 +38,16 @@ _OTHERS: Final = (
     "pool",
     "decode_picker",
     "prefill_partner",
-    *("grpc_host", "grpc_port", "grpc_certificate", "grpc_key", "grpc_client_ca", "fallbacks", "partner_header"),
+    *(
+        "grpc_host",
+        "grpc_port",
+        "grpc_certificate",
+        "grpc_key",
+        "grpc_client_ca",
+        "fallbacks",
+        "partner_header",
+        "objective",
+    ),
 )
 """The destinations of options that have no place under `proxy` in a fleet file."""
 
