@@ -11,7 +11,7 @@ import grpc
 import uvloop
 from grpc import aio
 
-from kvparams_proxy.picker.ext_proc_messages import ProcessingRequest, ProcessingResponse
+from kvparams_proxy.ext_proc.message_types import ProcessingRequest, ProcessingResponse
 
 _SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 _grpc: Final[Any] = grpc

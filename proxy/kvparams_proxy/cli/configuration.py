@@ -33,6 +33,7 @@ from kvparams_proxy.cli.security_configuration import (
 )
 from kvparams_proxy.config.fleet_file import FleetFileProvider
 from kvparams_proxy.config.options import OPTIONS, ProxyOptions
+from kvparams_proxy.config.picker_url import PickerURL, parse_picker_url
 from kvparams_proxy.config.settings import DEFAULT_MODES, Settings, default_spec_rules
 from kvparams_proxy.config.sharing import SharingSettings
 from kvparams_proxy.config.signing import SigningSettings
@@ -109,6 +110,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     signing = signing_settings(options, problems)
     sharing = sharing_settings(options, problems)
     tokenizers = _tokenizers(options, problems)
+    picker = _decode_picker(getattr(arguments, "decode_picker", None), problems)
     entries = (*given, *(() if provider is None else provider.document.entries))
     if not (entries or provider or found or admin or problems):
         problems.add("", "no engine is given; add --prefill URL and --decode URL, --discover URL or --config FILE")
@@ -123,6 +125,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         admin_token=admin,
         signing=signing,
         sharing=sharing,
+        decode_picker=picker,
         policy=policy,
         modes_are_fixed=flags.mode is not None,
         tokenizers=tokenizers,
@@ -159,6 +162,15 @@ def _file_provider(path: str | None, rules: SpecRules, problems: ConfigProblems)
         return None
 
 
+def _decode_picker(text: str | None, problems: ConfigProblems) -> PickerURL | None:
+    """Returns the external picker; None without one, or where its URL is wrong."""
+    try:
+        return None if text is None else parse_picker_url(text)
+    except ValueError as error:
+        problems.add("--decode-picker", str(error))
+        return None
+
+
 def _make_settings(
     options: ProxyOptions,
     *,
@@ -169,6 +181,7 @@ def _make_settings(
     admin_token: Secret | None,
     signing: SigningSettings | None,
     sharing: SharingSettings | None,
+    decode_picker: PickerURL | None,
     policy: str,
     modes_are_fixed: bool,
     tokenizers: TokenizersByModel,
@@ -191,6 +204,7 @@ def _make_settings(
             modes=_modes(options, provider),
             modes_are_fixed=modes_are_fixed,
             tokenizers=tokenizers,
+            decode_picker=decode_picker,
             prefill_timeout_s=options.prefill_timeout,
             decode_timeout_s=options.decode_timeout,
             request_timeout_s=options.request_timeout,

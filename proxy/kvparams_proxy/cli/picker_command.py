@@ -9,6 +9,7 @@ from typing import Final, cast
 from kvparams.instances import Role
 from kvparams_proxy.cli.proxy_command import add_fleet_flags, add_option_flags, load_configuration, run_server
 from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.picker.objectives import parse_objectives
 from kvparams_proxy.picker.settings import PARTNER_DIALECTS, PartnerDialect, PickerSettings, PickerTLS
 
 __all__ = ["COMMAND"]
@@ -67,6 +68,15 @@ class PickerCommand:
             help="how sidecars are told which prefill engine to use: signed (with --sign-with), llm-d "
             "(x-prefiller-host-port, not signed) or both (default: signed)",
         )
+        own.add_argument(
+            "--objective",
+            action="append",
+            default=[],
+            metavar="NAME=PRIORITY",
+            help="the priority of requests whose header x-gateway-inference-objective has this name: higher goes first "
+            "where requests wait, and below 0 they get a 429 instead. Repeat the option for each objective; with "
+            "--client-keys the keys have priorities instead",
+        )
         engines = parser.add_argument_group("engines")
         for role in Role:
             engines.add_argument(
@@ -119,11 +129,16 @@ def _picker_settings(arguments: argparse.Namespace) -> PickerSettings | str:
         return "--grpc-port: must be from 0 to 65535"
     if not 0 <= arguments.fallbacks <= _MOST_FALLBACKS:
         return f"--fallbacks: must be from 0 to {_MOST_FALLBACKS}"
+    try:
+        objectives = parse_objectives(arguments.objective)
+    except ValueError as error:
+        return f"--objective: {error}"
     return PickerSettings(
         host=arguments.grpc_host,
         port=arguments.grpc_port,
         tls=None if certificate is None or key is None else PickerTLS(certificate, key, client_ca),
         fallbacks=arguments.fallbacks,
+        objectives=objectives,
         partner_dialect=cast("PartnerDialect", arguments.partner_header),
     )
 

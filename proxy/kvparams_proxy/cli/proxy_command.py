@@ -33,7 +33,14 @@ from kvparams_proxy.server.http_server import listen, serve
 from kvparams_proxy.telemetry.line_writer import LineWriter
 from kvparams_proxy.telemetry.log_handler import LineWriterHandler
 
-__all__ = ["COMMAND", "add_fleet_flags", "add_option_flags", "load_configuration", "run_server"]
+__all__ = [
+    "COMMAND",
+    "add_decode_picker_flag",
+    "add_fleet_flags",
+    "add_option_flags",
+    "load_configuration",
+    "run_server",
+]
 
 _STDERR: Final = 2
 _OPTION: Final = re.compile(r"--([a-z][a-z0-9-]*)")
@@ -86,6 +93,7 @@ class ProxyCommand:
                 f"engine (default names: {role}-0, {role}-1, ...)",
             )
         add_fleet_flags(engines)
+        add_decode_picker_flag(engines)
         add_option_flags(parser)
         production_stack_flags.add_production_stack_flags(parser)
 
@@ -169,6 +177,16 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignor
         action="store_true",
         help="print the effective settings, each with its source: a flag, an environment variable, the file or the "
         "default; and exit. Secrets are not printed",
+    )
+
+
+def add_decode_picker_flag(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]
+    """Adds the flag that names an external picker."""
+    group.add_argument(
+        "--decode-picker",
+        metavar="URL",
+        help="ask an external endpoint picker (Gateway API Inference Extension) for the decode engine of each request: "
+        "grpc://host:port?timeout=0.5, or grpcs:// for TLS. If it names none in time, the policy chooses",
     )
 
 

@@ -11,7 +11,13 @@ from typing import Final, cast, get_args
 from kvparams.instances import Role
 from kvparams.routing.managers.local_remote import LOCAL_MANAGERS
 from kvparams.routing.managers.mode_selector import ManagerMode
-from kvparams_proxy.cli.proxy_command import add_fleet_flags, add_option_flags, load_configuration, run_server
+from kvparams_proxy.cli.proxy_command import (
+    add_decode_picker_flag,
+    add_fleet_flags,
+    add_option_flags,
+    load_configuration,
+    run_server,
+)
 from kvparams_proxy.config.settings import PrefillPartnerMode
 from kvparams_proxy.config.spec_fields import check_url
 
@@ -100,6 +106,7 @@ class SidecarCommand:
             "is not signed; off (default: off). docs/gateway.md has more",
         )
         add_fleet_flags(group)
+        add_decode_picker_flag(group)
         add_option_flags(parser, without=("mode", "workers"))
 
     def run(self, arguments: argparse.Namespace) -> int:

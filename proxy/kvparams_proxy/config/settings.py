@@ -13,6 +13,7 @@ from kvparams.jsontext.document import JSONLimits
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerLimits
 from kvparams.routing.managers.mode_selector import ManagerMode
+from kvparams_proxy.config.picker_url import PickerURL
 from kvparams_proxy.config.sharing import SharingSettings
 from kvparams_proxy.config.signing import SigningSettings
 from kvparams_proxy.fleet.registry.instance_spec import SpecRules
@@ -69,6 +70,8 @@ class Settings:
     """Documents are signed, for engines that verify them."""
     prefill_partner: PrefillPartnerMode = "off"
     """Whether requests may name the prefill engine that an endpoint picker has chosen for them."""
+    decode_picker: PickerURL | None = None
+    """The external picker that chooses decode instances; without one the policy does."""
     sharing: SharingSettings | None = None
     """How this proxy shares the fleet with others; without, it is the only one."""
     policy: str = "round_robin"

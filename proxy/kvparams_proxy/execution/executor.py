@@ -13,11 +13,12 @@ from typing import Final
 
 from kvparams.instances import Instance, Role
 from kvparams.routing.managers.interface import DisaggregatedRequestManager
-from kvparams.routing.plan import AcquireInstance, LegFailed, LegPair, LegResult
+from kvparams.routing.plan import AcquireInstance, Leg, LegFailed, LegPair, LegResult
 from kvparams.routing.request_lifecycle import RequestLifecycle, RequestOutcome
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.client_errors import client_error_for
 from kvparams_proxy.execution.client_response import ClientResponse
+from kvparams_proxy.execution.decode_picker import DecodePicker, DecodeQuestion
 from kvparams_proxy.execution.leg_outcomes import EngineLegFailed
 from kvparams_proxy.execution.leg_requests import make_stream_recorder
 from kvparams_proxy.execution.leg_runner import LegRunner
@@ -32,7 +33,8 @@ from kvparams_proxy.telemetry.tracing import TraceContext
 __all__ = ["Execution"]
 
 _PREFILL: Final = Role.PREFILL
-"""By a name of its own: in CPython 3.11 an attribute of an enumeration takes as long as a call."""
+_DECODE: Final = Role.DECODE
+"""By names of their own: in CPython 3.11 an attribute of an enumeration takes as long as a call."""
 _SHUTTING_DOWN: Final = "the proxy is shutting down"
 _RETRY_S: Final = 1
 
@@ -55,6 +57,7 @@ class Execution:
 
     __slots__ = (
         "_account",
+        "_avoid",
         "_context",
         "_deadline",
         "_done",
@@ -104,6 +107,8 @@ class Execution:
         self._done = done
         self._deadline: RequestDeadline | None = None
         self._waiting: AcquireInstance | None = None
+        self._avoid: tuple[str, ...] | None = None
+        """The decode instances that an external picker has not chosen; None before it was asked."""
         route: list[Instance] = []
         self._route = route
         life = self._life = RequestLifecycle(perf_counter)
@@ -177,18 +182,29 @@ class Execution:
 
     # taking the plan's steps
 
-    def resume_plan(self, value: object, failure: LegFailed | None = None) -> None:
-        """Takes steps until there is something to wait for: of two legs that ran, the other one is ended first."""
+    def resume_plan(
+        self, value: object, failure: LegFailed | None = None, step: AcquireInstance | Leg | LegPair | None = None
+    ) -> None:
+        """Takes steps until there is something to wait for: of two legs that ran, the other one is ended first.
+
+        `step`: the plan's step that has waited, if the plan is to be told nothing first.
+        """
         if self._life.state == "done":  # the client left between a grant and this turn
             return
         if failure is not None:
             self._legs.drop_other()
         try:
-            step = self._plan.send(value) if failure is None else self._plan.throw(failure)
+            if step is None:
+                step = self._plan.send(value) if failure is None else self._plan.throw(failure)
             while type(step) is AcquireInstance:
+                avoid = step.avoid
+                if step.role is _DECODE and self._resources.decode_picker is not None:
+                    if self._avoid is None and self._ask_picker(self._resources.decode_picker, step):
+                        return
+                    avoid = avoid or self._avoid or ()  # once an engine has failed, the fleet chooses the next one
                 try:
                     instance = self._resources.fleet.acquire(
-                        step.role, self.facts, step.avoid, self, step.paired_with, step.prefer
+                        step.role, self.facts, avoid, self, step.paired_with, step.prefer
                     )
                 except ProxyError as error:
                     failure = self._stranded(step, error)
@@ -213,6 +229,24 @@ class Execution:
         finally:
             if failure is not None:  # its frames hold it, and with it all that the request had
                 failure.__traceback__ = None
+
+    def _ask_picker(self, picker: DecodePicker, step: AcquireInstance) -> bool:
+        """Asks an external picker for the decode instance, once. Returns whether its answer is waited for."""
+        self._avoid = ()
+        beside = step.paired_with if isinstance(step.paired_with, Instance) else None
+        candidates = self._resources.fleet.candidates(step.role, self.facts, beside)
+        if len(candidates) < 2:
+            return False
+        inbound = self._context.inbound
+        question = DecodeQuestion(self._context.endpoint.path, self.facts.request_id, inbound.body, candidates)
+
+        def answered(chosen: Instance | None) -> None:
+            if chosen is not None:
+                self._avoid = tuple(each.id for each in candidates if each is not chosen)
+            self.resume_plan(None, None, step)
+
+        picker.ask(question, answered)
+        return True
 
     def _stranded(self, step: AcquireInstance, error: ProxyError) -> EngineLegFailed | None:
         """Returns the failure for the plan when no instance was available, or None.

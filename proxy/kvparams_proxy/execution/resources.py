@@ -14,6 +14,7 @@ from kvparams_proxy.event_loop.clock import Clock
 from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.event_loop.step_runner import StepRunner
 from kvparams_proxy.event_loop.turn_batcher import TurnBatcher
+from kvparams_proxy.execution.decode_picker import DecodePicker
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.kv_releaser import KVReleaser
 from kvparams_proxy.fleet.fleet import Fleet
@@ -66,6 +67,8 @@ class ExecutionResources:
     kv_releaser: KVReleaser
     engine_addresses: EngineAddresses
     handoff_verifier: HandoffVerifier
+    decode_picker: DecodePicker | None = None
+    """Who chooses decode instances, where that is not the fleet's policy."""
     token_service: TokenService | None = None
     """Without one nobody looks for token ids that the client did not send."""
     tracer: Tracer | None = None

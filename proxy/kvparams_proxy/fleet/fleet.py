@@ -280,13 +280,19 @@ class Fleet(FleetMembers):
 
         `beside`: who runs the other leg.
         """
+        return [each for each in self.candidates(instance.role, facts, beside) if each is not instance]
+
+    def candidates(self, role: Role, facts: RequestFacts, beside: Instance | None = None) -> list[Instance]:
+        """Returns the instances that might run a leg, least loaded first, regardless of room. Nothing is taken.
+
+        `beside`: who runs the other leg.
+        """
         key = pair_key(beside) if beside is not None and self._paired else None
         try:
-            found = self._roles[instance.role].candidates_for(facts, key)
+            found = self._roles[role].candidates_for(facts, key)
         except ProxyError:
             return []
-        others = [member for member in found if member.instance is not instance]
-        return [member.instance for member in sorted(others, key=lambda each: (each.in_flight, each.tokens))]
+        return [member.instance for member in sorted(found, key=lambda each: (each.in_flight, each.tokens))]
 
     def cached_tokens(self, role: Role, facts: RequestFacts) -> Mapping[str, int]:
         """See `kvparams.routing.plan.ExecutionContext.cached_tokens`."""

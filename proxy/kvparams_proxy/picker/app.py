@@ -15,6 +15,7 @@ from kvparams_proxy.fleet.endpoint_names import EndpointNames
 from kvparams_proxy.picker.context import PickerContext
 from kvparams_proxy.picker.handlers import PickHandler
 from kvparams_proxy.picker.metrics import PickerMetrics
+from kvparams_proxy.picker.objectives import StaticObjectives
 from kvparams_proxy.picker.server import serve_picks
 from kvparams_proxy.picker.settings import PickerSettings
 from kvparams_proxy.requests.body import BodyBudget
@@ -91,6 +92,7 @@ def _context(
         registry=state["registry"],
         endpoints=EndpointNames(resources.fleet, resources.pools),
         metrics=PickerMetrics(),
+        objectives=StaticObjectives(picker.objectives) if picker.objectives else None,
         signer=signer,
         is_draining=lambda: bool(draining.is_draining),
     )

@@ -13,6 +13,7 @@ from kvparams_proxy.fleet.endpoint_names import EndpointNames
 from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.picker.handlers import PickHandler
 from kvparams_proxy.picker.metrics import PickerMetrics
+from kvparams_proxy.picker.objectives import OBJECTIVE_HEADER, ObjectiveSource
 from kvparams_proxy.picker.pick import Destination, Pick
 from kvparams_proxy.picker.settings import PickerSettings
 from kvparams_proxy.requests.authentication import APIKeyAuthenticator
@@ -38,6 +39,7 @@ class PickerContext:
     registry: Registry
     endpoints: EndpointNames
     metrics: PickerMetrics
+    objectives: ObjectiveSource | None
     signer: PartnerSigner | None
     is_draining: Callable[[], bool]
 
@@ -45,6 +47,13 @@ class PickerContext:
     def removed(self) -> list[str]:
         """Returns the headers that no engine sees, whatever the client sends."""
         return [] if self.keys is None else [_AUTHORIZATION]
+
+    def objective_priority(self, headers: Sequence[tuple[bytes, bytes]]) -> int | None:
+        """Returns the priority of the objective that a request names. Where clients have keys, the keys have it."""
+        if self.objectives is None or self.keys is not None:
+            return None
+        name = next((value for name, value in headers if name == OBJECTIVE_HEADER), None)
+        return None if name is None else self.objectives.priority(name.decode("latin-1"))
 
     def name_endpoints(self, pick: Pick, destination: Destination) -> list[str]:
         """Returns the endpoints that a request may go to, the chosen one first; none where that has no address yet."""

@@ -26,9 +26,16 @@ _SPLIT: Final = frozenset((Role.PREFILL, Role.DECODE))
 class PickDownstream:
     """Receives what the intake says of a request, until it is picked or refused: a `Downstream`."""
 
-    def __init__(self, owner: PickOwner, subset: frozenset[str] | None) -> None:
-        """`subset`: the ids of the instances to choose from; None where the data plane does not restrict the choice."""
+    def __init__(self, owner: PickOwner, subset: frozenset[str] | None, priority: int | None = None) -> None:
+        """Creates the receiver of one request.
+
+        Args:
+            owner: hears what was picked.
+            subset: the ids of the instances to choose from; None where the data plane does not restrict the choice.
+            priority: of the request's objective; None where it names none.
+        """
         self.owner: Final = owner
+        self._priority = priority
         self._subset = subset
         self.pick: Pick | None = None
         self.is_gone = False
@@ -37,8 +44,11 @@ class PickDownstream:
     def restrict(self, facts: RequestFacts, manager: DisaggregatedRequestManager) -> RequestFacts:
         """Returns the facts with the restriction of the data plane, which is about where requests are sent.
 
-        Engines that compute a prompt for another one are not among its endpoints.
+        Engines that compute a prompt for another one are not among its endpoints. The facts also have the priority of
+        the request's objective.
         """
+        if self._priority is not None:
+            facts = facts._replace(priority=self._priority)
         if self._subset is None:
             return facts
         roles = [role for role in manager.roles if role is not Role.PREFILL] or manager.roles

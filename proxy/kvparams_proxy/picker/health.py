@@ -7,7 +7,7 @@ from typing import Any, Final
 import grpc
 from grpc_health.v1 import health_pb2
 
-from kvparams_proxy.picker.messages import SERVICE
+from kvparams_proxy.ext_proc.messages import SERVICE
 
 __all__ = ["HealthService", "health_handler"]
 

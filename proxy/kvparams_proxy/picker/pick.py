@@ -27,6 +27,8 @@ __all__ = ["Destination", "Pick", "PickOwner", "Response"]
 _PREFILL: Final = Role.PREFILL
 _DECODE: Final = Role.DECODE
 _BUSY: Final = (429, 503)
+_SHED: Final = "the engines are busy, and requests of this priority do not wait; try again later"
+_RETRY_S: Final = 1
 
 
 class Destination(NamedTuple):
@@ -226,6 +228,9 @@ class Pick:
         """
         found = self._resources.fleet.acquire(step.role, self.facts, step.avoid, self, step.paired_with, step.prefer)
         if found is None:
+            if self.facts.priority < 0:
+                self._resources.fleet.cancel_wait(self)
+                raise ProxyError(429, "rate_limit_error", _SHED, code="shed", retry_after_s=_RETRY_S)
             self._waits = True
             self._account.lifecycle.enter("queued")
         else:

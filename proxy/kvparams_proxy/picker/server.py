@@ -9,8 +9,8 @@ import grpc
 from grpc import aio
 
 from kvparams.instances import Role
+from kvparams_proxy.ext_proc import messages as ext_proc
 from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair
-from kvparams_proxy.picker import messages as ext_proc
 from kvparams_proxy.picker.context import PickerContext
 from kvparams_proxy.picker.health import health_handler
 from kvparams_proxy.picker.settings import PickerTLS

@@ -1,6 +1,7 @@
 """The settings of the endpoint picker beside those of the proxy."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, get_args
 
@@ -31,5 +32,7 @@ class PickerSettings:
     fallbacks: int = 2
     """How many endpoints are named behind the chosen one, for the data plane's retries."""
     partner_dialect: PartnerDialect = "signed"
+    objectives: Mapping[str, int] = field(default_factory=dict[str, int])
+    """The priorities of requests by the objective that they name."""
     max_streams: int = 10_000
     """Requests at once; the data plane is told that there is no room for more."""

@@ -11,7 +11,7 @@ from kvparams.instances import Instance
 from kvparams.routing.plan import Leg
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.leg_requests import build_leg_request
-from kvparams_proxy.picker import messages as ext_proc
+from kvparams_proxy.ext_proc import messages as ext_proc
 from kvparams_proxy.picker.context import PickerContext
 from kvparams_proxy.picker.handlers import PASSED_PATHS, PickDownstream, PickHandler, pick_without_body
 from kvparams_proxy.picker.pick import Destination, Pick, PickOwner, Response
@@ -72,7 +72,8 @@ class PickerStream:
         if response_mode == "duplex":
             self._usage = UsageReader()
         self._removed = sorted({name.decode("latin-1") for name, _ in headers if is_forbidden_header(name)})
-        self._downstream = PickDownstream(PickOwner(self._picked, self._refused), self._subset(first))
+        priority = self._context.objective_priority(headers)
+        self._downstream = PickDownstream(PickOwner(self._picked, self._refused), self._subset(first), priority)
         handler = self._context.handlers.get(path) if method == b"POST" else None
         if handler is not None and mode in ("duplex", "buffered"):
             return await self._generating(handler, first, headers, buffered=mode == "buffered")

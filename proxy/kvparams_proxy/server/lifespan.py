@@ -24,6 +24,7 @@ from kvparams_proxy.event_loop.clock import StallAwareClock
 from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.event_loop.step_runner import StepRunner
 from kvparams_proxy.event_loop.turn_batcher import TurnBatcher
+from kvparams_proxy.execution.decode_picker import DecodePicker
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.kv_releaser import KVReleaser
 from kvparams_proxy.execution.resources import ExecutionResources
@@ -42,7 +43,13 @@ from kvparams_proxy.requests.endpoints import ENDPOINTS
 from kvparams_proxy.server.app_plugins import AppPlugins
 from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
 from kvparams_proxy.server.draining import DrainState
-from kvparams_proxy.server.lifespan_helpers import id_maker, reload_on_change, role_alone, switch_modes
+from kvparams_proxy.server.lifespan_helpers import (
+    id_maker,
+    open_decode_picker,
+    reload_on_change,
+    role_alone,
+    switch_modes,
+)
 from kvparams_proxy.server.memory_trimmer import MemoryTrimmer
 from kvparams_proxy.server.prefill_partners import make_prefill_partners
 from kvparams_proxy.server.request_handler import RequestHandler
@@ -118,8 +125,11 @@ async def app_lifespan(
         parts = _open_parts(stack, settings, plugins, reach, None if worker is None else worker.identity)
         if worker is not None:
             worker.attach(parts.exposition)
-        resources = _execution_resources(settings, plugins, parts)
-        partners = make_prefill_partners(settings, plugins.signing, EndpointNames(parts.fleet, parts.pools))
+        endpoints = EndpointNames(parts.fleet, parts.pools)
+        resources = _execution_resources(
+            settings, plugins, parts, open_decode_picker(stack, settings, parts.exposition, endpoints)
+        )
+        partners = make_prefill_partners(settings, plugins.signing, endpoints)
         if partners is not None:
             parts.exposition.add(partners)
         generate = {
@@ -267,7 +277,9 @@ def _open_telemetry(
     return _Telemetry(metrics, journal, dispatcher)
 
 
-def _execution_resources(settings: Settings, plugins: AppPlugins, parts: _AppParts) -> ExecutionResources:
+def _execution_resources(
+    settings: Settings, plugins: AppPlugins, parts: _AppParts, decode_picker: DecodePicker | None
+) -> ExecutionResources:
     return ExecutionResources(
         loop=parts.loop,
         fleet=parts.fleet,
@@ -287,6 +299,7 @@ def _execution_resources(settings: Settings, plugins: AppPlugins, parts: _AppPar
         kv_releaser=parts.kv_releaser,
         engine_addresses=parts.engine_addresses,
         handoff_verifier=plugins.handoff_verifier,
+        decode_picker=decode_picker,
         token_service=parts.token_service,
         tracer=None if settings.trace is None else Tracer(settings.trace, Random()),
         prefix_cache=parts.prefix_cache,

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from secrets import token_hex
 from typing import Final
@@ -12,10 +12,13 @@ from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams_proxy.config.settings import DEFAULT_MODES, Settings
 from kvparams_proxy.config.signing import ReloadingSigner
 from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.execution.decode_picker import DecodePicker, ExternalDecodePicker
+from kvparams_proxy.fleet.endpoint_names import EndpointNames
 from kvparams_proxy.requests.authentication import APIKeyAuthenticator
 from kvparams_proxy.requests.endpoints import APIEndpoint
+from kvparams_proxy.telemetry.exposition import MetricsExposition
 
-__all__ = ["id_maker", "reload_on_change", "role_alone", "switch_modes"]
+__all__ = ["id_maker", "open_decode_picker", "reload_on_change", "role_alone", "switch_modes"]
 
 _KEYS_S: Final = 1.0
 """How often files of keys are looked at."""
@@ -33,6 +36,21 @@ def role_alone(endpoint: APIEndpoint, local: Instance | None) -> Role | None:
     The engine beside this proxy does what is not decode's, whatever its role is.
     """
     return endpoint.role if local is None or endpoint.role is not Role.PREFILL else local.role
+
+
+def open_decode_picker(
+    stack: AsyncExitStack, settings: Settings, exposition: MetricsExposition, endpoints: EndpointNames
+) -> DecodePicker | None:
+    """Opens the connection to an external picker, where there is one. gRPC is imported only then."""
+    if settings.decode_picker is None:
+        return None
+    from kvparams_proxy.ext_proc.client import PickerClient
+
+    client = PickerClient(*settings.decode_picker)
+    picker = ExternalDecodePicker(asyncio.get_running_loop(), client, endpoints)
+    stack.push_async_callback(picker.close)
+    exposition.add(picker)
+    return picker
 
 
 @asynccontextmanager

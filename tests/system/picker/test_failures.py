@@ -13,7 +13,7 @@ import trustme
 from grpc import aio
 from grpc_health.v1 import health_pb2
 
-from kvparams_proxy.picker import messages as ext_proc
+from kvparams_proxy.ext_proc import messages as ext_proc
 from tests.support.gateway import filters, start_picker
 from tests.support.processes import Processes
 from tests.support.recording_engine import RecordingEngine
@@ -98,6 +98,7 @@ async def test_a_request_that_takes_long_survives_keepalive(start_site: StartSit
     assert (await running).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_picker_that_hangs_is_noticed(site: Site) -> None:
     assert (await site.complete()).status_code == 200
     os.kill(site.picker.pid, signal.SIGSTOP)
@@ -110,6 +111,7 @@ async def test_a_picker_that_hangs_is_noticed(site: Site) -> None:
     await until(lambda: _answers(site), 15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [fail_open, fail_open_buffered])
 async def test_a_picker_that_hangs_is_passed_by_where_the_gateway_fails_open(
     change: Callable[[dict[str, Any]], None], start_site: StartSite

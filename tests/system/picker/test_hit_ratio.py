@@ -88,6 +88,7 @@ def hidden(config: dict[str, Any]) -> None:
     """Leaves the configuration as it is documented."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [shown, hidden])
 async def test_the_hit_ratio_is_the_proxys(
     change: Callable[[dict[str, Any]], None], processes: Processes, tmp_path: Path

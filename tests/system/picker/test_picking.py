@@ -147,6 +147,28 @@ async def test_full_engines_are_a_503_that_says_when_to_ask_again(start_site: St
     await until(lambda: _is_idle(site))
 
 
+async def test_requests_of_a_negative_objective_do_not_wait(start_site: StartSite) -> None:
+    site = await start_site("--aggregated-requests", "1", "--objective", "batch=-1", "--objective", "chat=5")
+    batch, chat = ({"x-gateway-inference-objective": name} for name in ("batch", "chat"))
+    assert (await site.complete(headers=batch)).status_code == 200  # control: there is room
+    for engine in site.engines:
+        engine.go_on.clear()
+    running = [asyncio.ensure_future(site.complete(f"{number}{LONG}")) for number in range(3)]
+    await until(lambda: sum(engine.running for engine in site.engines) == 2)
+    await until(lambda: _waiting(site, 1))
+    shed = await site.complete(headers=batch)
+    assert (shed.status_code, shed.json()["error"]["code"]) == (429, "shed")
+    assert shed.headers["retry-after"]
+    first = asyncio.ensure_future(site.complete("chat", headers=chat))
+    await until(lambda: _waiting(site, 2))
+    for engine in site.engines:
+        engine.go_on.set()
+    assert [answer.status_code for answer in await asyncio.gather(*running, first)] == [200] * 4
+    order = [json.loads(each.body)["prompt"] for engine in site.engines for each in engine.requests]
+    assert "chat" in order
+    await until(lambda: _is_idle(site))
+
+
 async def test_a_client_that_leaves_gives_back_its_load(start_site: StartSite) -> None:
     site = await start_site("--aggregated-requests", "1")
     for engine in site.engines:

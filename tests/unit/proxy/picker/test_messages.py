@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.picker import messages as ext_proc
-from kvparams_proxy.picker.ext_proc_messages import ProcessingRequest
+from kvparams_proxy.ext_proc import messages as ext_proc
+from kvparams_proxy.ext_proc.message_types import ProcessingRequest
 from kvparams_proxy.picker.usage_reader import UsageReader
 
 

@@ -8,11 +8,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.picker.ext_proc_messages import ProcessingRequest, ProcessingResponse
+from kvparams_proxy.ext_proc.message_types import ProcessingRequest, ProcessingResponse
 
 __all__ = [
     "DESTINATION",
+    "NAMESPACE",
     "SERVICE",
+    "SUBSET",
+    "SUBSET_NAMESPACE",
     "BodyMode",
     "Message",
     "body_mode",
@@ -44,9 +47,9 @@ SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION: Final = "x-gateway-destination-endpoint"
 """The header, and the key of the metadata, that names the endpoints in the order in which they are tried."""
 _SERVED: Final = f"{DESTINATION}-served"
-_SUBSET: Final = f"{DESTINATION}-subset"
-_NAMESPACE: Final = "envoy.lb"
-_SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
+SUBSET: Final = f"{DESTINATION}-subset"
+NAMESPACE: Final = "envoy.lb"
+SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 _EXT_PROC: Final = "envoy.filters.http.ext_proc"
 _UPSTREAM_ADDRESS: Final = "upstream.address"
 _CODE_DETAILS: Final = "response.code_details"
@@ -100,9 +103,9 @@ def chunk(request: Message) -> bytes:
 def subset_hint(request: Message) -> frozenset[str] | None:
     """Returns the endpoints to choose from, `ip:port` each; None where the data plane does not restrict the choice."""
     metadata = request.metadata_context.filter_metadata
-    if _SUBSET_NAMESPACE not in metadata or _SUBSET not in metadata[_SUBSET_NAMESPACE].fields:
+    if SUBSET_NAMESPACE not in metadata or SUBSET not in metadata[SUBSET_NAMESPACE].fields:
         return None
-    value = metadata[_SUBSET_NAMESPACE].fields[_SUBSET]
+    value = metadata[SUBSET_NAMESPACE].fields[SUBSET]
     if value.HasField("list_value"):
         return frozenset(each.string_value.strip() for each in value.list_value.values)
     return frozenset(part for each in value.string_value.split(",") if (part := each.strip()))
@@ -111,8 +114,8 @@ def subset_hint(request: Message) -> frozenset[str] | None:
 def served_endpoint(request: Message) -> str | None:
     """Returns the endpoint that answered, `ip:port`, from the protocol's metadata or from Envoy's own attribute."""
     metadata = request.metadata_context.filter_metadata
-    if _NAMESPACE in metadata and _SERVED in metadata[_NAMESPACE].fields:
-        return metadata[_NAMESPACE].fields[_SERVED].string_value or None
+    if NAMESPACE in metadata and _SERVED in metadata[NAMESPACE].fields:
+        return metadata[NAMESPACE].fields[_SERVED].string_value or None
     return _attribute(request, _UPSTREAM_ADDRESS)
 
 
@@ -141,7 +144,7 @@ def destination_answer(
     for name, content in headers.items():
         _set(common.header_mutation, name, content)
     common.header_mutation.remove_headers.extend(removed)
-    answer.dynamic_metadata.fields[_NAMESPACE].struct_value.fields[DESTINATION].string_value = value
+    answer.dynamic_metadata.fields[NAMESPACE].struct_value.fields[DESTINATION].string_value = value
     return answer
 
 
