@@ -77,7 +77,7 @@ STEPS = (
     ),
     *("InstanceGauges", "ProductionStackGauges"),
     *("MetricsExposition", "LoopLag", "StepRunner", "TurnBatcher", "RetryBudget", "Tracer", "ExecutionResources"),
-    *("EndpointNames", "make_prefill_partners"),
+    *("EndpointNames", "make_prefill_partners", "open_decode_picker"),
     *("RequestHandler", "SharedAdmin", "run_providers", "BootstrapServers", "Prober", "DrainState"),
 )
 """What the start makes, in this order; each fails in turn."""
