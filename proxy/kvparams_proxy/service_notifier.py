@@ -8,6 +8,7 @@ Source: sd_notify(3) and sd_watchdog_enabled(3) of systemd 252.
 import asyncio
 import logging
 import os
+import re
 import socket
 from collections.abc import Mapping
 from typing import Final
@@ -17,6 +18,9 @@ __all__ = ["ServiceNotifier"]
 _log: Final = logging.getLogger(__name__)
 _MARGIN_S: Final = 20.0
 """What a shutdown may take beyond the time that requests have."""
+_USEC: Final = re.compile(r"[0-9]{1,15}")
+_MIN_PAUSE_S: Final = 0.01
+"""A shorter watchdog interval would keep the event loop busy with messages."""
 
 
 class ServiceNotifier:
@@ -27,7 +31,8 @@ class ServiceNotifier:
 
         Args:
             address: the path of systemd's socket, or its abstract name behind `@`. None sends nothing.
-            watchdog_s: systemd ends this process if it hears nothing for so long. None: it does not.
+            watchdog_s: systemd ends this process if it hears nothing for this many seconds. None: there is no
+                watchdog.
         """
         self._address = "\0" + address[1:] if address is not None and address.startswith("@") else address
         self._watchdog_s = watchdog_s
@@ -42,7 +47,8 @@ class ServiceNotifier:
             return cls(None)
         usec = environment.get("WATCHDOG_USEC", "")
         is_meant = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        return cls(address, int(usec) / 1e6 if is_meant and usec.isdecimal() and int(usec) else None)
+        watchdog_s = int(usec) / 1e6 if is_meant and _USEC.fullmatch(usec) else 0.0
+        return cls(address, watchdog_s or None)
 
     def ready(self, status: str) -> None:
         """Tells that requests are served, and goes on to tell that the event loop, which calls this, is alive."""
@@ -63,7 +69,7 @@ class ServiceNotifier:
 
     def _tell_alive(self) -> None:
         self._send("WATCHDOG=1")
-        pause_s = (self._watchdog_s or 0.0) / 2
+        pause_s = max((self._watchdog_s or 0.0) / 2, _MIN_PAUSE_S)
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._tell_alive)
 
     def _send(self, message: str) -> None:

@@ -63,12 +63,27 @@ async def test_it_tells_that_the_event_loop_is_alive_until_it_is_closed(systemd:
     assert received(systemd) == []
 
 
+async def test_a_tiny_interval_does_not_keep_the_event_loop_busy(systemd: socket.socket) -> None:
+    notifier = ServiceNotifier.from_environment({"NOTIFY_SOCKET": systemd.getsockname(), "WATCHDOG_USEC": "1"})
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    notifier.ready("x")
+    found: list[str] = []
+    await until(lambda: found.extend(received(systemd)) or found.count("WATCHDOG=1") >= 6)
+    notifier.close()
+    assert loop.time() - began >= 5 * 0.01
+
+
 @pytest.mark.parametrize(
     "environment",
     [
         {"WATCHDOG_USEC": "20000", "WATCHDOG_PID": "1"},
         {"WATCHDOG_USEC": "0"},
         {"WATCHDOG_USEC": "soon"},
+        {"WATCHDOG_USEC": "1" * 16},
+        {"WATCHDOG_USEC": "1" * 400},
+        {"WATCHDOG_USEC": "1" * 5000},
+        {"WATCHDOG_USEC": "\u0661\u0662"},
         {},
     ],
 )

@@ -167,4 +167,5 @@ async def test_the_command_shows_loads_where_the_policy_ignores_caches(
     said = capsys.readouterr().out
     assert "prefill-0: chosen by round_robin among 2 candidates; it has 0 requests in flight" in said
     assert "->prefill-0" in said
-    assert "its token ids are unknown" in said
+    assert "about 8 tokens, estimated" in said
+    assert "chosen by load" not in said, "the policy takes turns"
