@@ -125,9 +125,9 @@ class Dispatcher(Candidates):
         self._count(chosen, facts)
         return chosen.instance
 
-    def explain(self, facts: RequestFacts) -> RouteExplanation:
-        """See `Fleet.explain`."""
-        candidates = self.candidates(facts.model)
+    def explain(self, facts: RequestFacts, beside: PairKey | Role | None = None) -> RouteExplanation:
+        """See `Fleet.explain`; `beside` only where it matters."""
+        candidates = self.candidates_for(facts, beside)
         if self._prefixes is None:
             return RouteExplanation(self._policy.choose(candidates, facts, self._turn).instance, candidates)
         by_cache = self._prefixes.explain(self._policy, candidates, facts, self._turn)
