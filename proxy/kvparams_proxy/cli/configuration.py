@@ -78,6 +78,8 @@ class Configuration(NamedTuple):
     """The path of the fleet file; empty without one."""
     file_options: frozenset[str] = frozenset()
     """Names of options that the fleet file sets."""
+    rules: SpecRules | None = None
+    """The rules for entries, with `roles` and `defaults` of the fleet file."""
 
 
 def build_configuration(arguments: argparse.Namespace) -> Configuration:
@@ -147,6 +149,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         frozenset(flags.model_fields_set),
         arguments.config or "",
         frozenset() if provider is None else frozenset(provider.document.settings.model_fields_set),
+        rules if provider is None else provider.document.rules,
     )
 
 
