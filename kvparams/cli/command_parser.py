@@ -128,7 +128,8 @@ class CommandParser(argparse.ArgumentParser):
     def _describe_unknown(self, option: str) -> str:
         """Returns a sentence about an option that this command does not have."""
         actions = self._option_string_actions.items()
-        nearest = did_you_mean(option, [name for name, action in actions if action.help != argparse.SUPPRESS])
+        shown = [name for name, action in actions if action.help != argparse.SUPPRESS or name == "--version"]
+        nearest = did_you_mean(option, shown)
         return f"no option {printable(option[:_MAX_SHOWN])}{f'; {nearest.rstrip()}' if nearest else ''}"
 
     def _check_value(self, action: argparse.Action, value: object) -> None:

@@ -5,6 +5,7 @@ Its settings have the same names as the proxy's. Its own flags only describe the
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, cast, get_args
 
@@ -156,7 +157,8 @@ def _queued(arguments: argparse.Namespace, role: Role) -> int:
     try:
         return run_queue_sidecar(arguments, role, _REMOTE[role])
     except ValueError as error:
-        return _refused(f"--broker: {error}")
+        sources: Mapping[str, str] = getattr(arguments, "option_sources", {})
+        return _refused(f"{sources.get('broker', '--broker')}: {error}")
 
 
 def _refused(said: str) -> int:
