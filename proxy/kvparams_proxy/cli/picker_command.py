@@ -39,6 +39,7 @@ class PickerCommand:
     """See `kvparams.cli.Command`."""
 
     summary = "Run an endpoint picker, which Envoy and Gateways ask where each request goes."
+    reads_variables = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds the picker's own flags, and those of the proxy."""

@@ -78,6 +78,7 @@ class ProxyCommand:
     """See `kvparams.cli.Command`."""
 
     summary = "Run a proxy in front of prefill and decode engines."
+    reads_variables = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds an argument for each setting, and those that name engines."""

@@ -60,6 +60,7 @@ class SidecarCommand:
     """See `kvparams.cli.Command`."""
 
     summary = "Run a proxy beside one engine, which prefills or decodes; a remote engine does the other part."
+    reads_variables = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds the flags that name engines, and one for each setting of the proxy."""
