@@ -18,6 +18,8 @@ __all__ = ["ServiceNotifier"]
 _log: Final = logging.getLogger(__name__)
 _MARGIN_S: Final = 20.0
 """What a shutdown may take beyond the time that requests have."""
+_RETRY_S: Final = 0.1
+"""A message that finds no room is sent once more after this time."""
 _USEC: Final = re.compile(r"[0-9]{1,15}")
 _MIN_PAUSE_S: Final = 0.01
 """A shorter watchdog interval would keep the event loop busy with messages."""
@@ -52,14 +54,14 @@ class ServiceNotifier:
 
     def ready(self, status: str) -> None:
         """Tells that requests are served, and goes on to tell that the event loop, which calls this, is alive."""
-        self._send(f"READY=1\nSTATUS={status}")
+        self._send(f"READY=1\nSTATUS={status}", can_retry=True)
         if self._address is not None and self._watchdog_s is not None:
             self._tell_alive()
 
     def stopping(self, within_s: float) -> None:
         """Tells that the shutdown has begun, and how many seconds running requests may take."""
         extension_usec = int((within_s + _MARGIN_S) * 1e6)
-        self._send(f"STOPPING=1\nSTATUS=Shutting down\nEXTEND_TIMEOUT_USEC={extension_usec}")
+        self._send(f"STOPPING=1\nSTATUS=Shutting down\nEXTEND_TIMEOUT_USEC={extension_usec}", can_retry=True)
 
     def close(self) -> None:
         """Ends the watchdog messages."""
@@ -72,7 +74,7 @@ class ServiceNotifier:
         pause_s = max((self._watchdog_s or 0.0) / 2, _MIN_PAUSE_S)
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._tell_alive)
 
-    def _send(self, message: str) -> None:
+    def _send(self, message: str, can_retry: bool = False) -> None:
         if self._address is None:
             return
         try:
@@ -80,6 +82,9 @@ class ServiceNotifier:
                 sender.setblocking(False)
                 sender.sendto(message.encode(), self._address)
         except OSError as error:
+            if can_retry and isinstance(error, BlockingIOError):
+                asyncio.get_running_loop().call_later(_RETRY_S, self._send, message)
+                return
             if not self._has_failed:
                 _log.warning("systemd cannot be told the state of this process: %s", error)
             self._has_failed = True

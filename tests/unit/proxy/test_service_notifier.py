@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,19 @@ def test_a_socket_that_is_gone_is_told_once(tmp_path: Path, caplog: pytest.LogCa
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "systemd cannot be told the state of this process"
     ]
+
+
+async def test_a_state_that_finds_no_room_is_sent_once_more(
+    systemd: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    notifier = ServiceNotifier(systemd.getsockname())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                other.sendto(b"x", systemd.getsockname())
+    notifier.ready("a")
+    found = received(systemd)
+    assert "READY=1\nSTATUS=a" not in found, "or there was room"
+    await until(lambda: "READY=1\nSTATUS=a" in received(systemd))
+    assert not caplog.records
