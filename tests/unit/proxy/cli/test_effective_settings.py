@@ -252,3 +252,18 @@ def test_a_key_that_some_instances_have_not_is_no_default(tmp_path: Path, capsys
     keys = {entry.id: entry.credential_sources.key_file for entry in document.entries}
     assert keys == {"p9": tmp_path / "key", "decode-0": None}
     assert "left out, because some instances have no key" in text
+
+
+def test_a_broker_url_with_a_password_is_refused_under_the_name_of_its_source(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("aio_pika")
+    argv = ["sidecar", "--engine", "http://e:1", "--role", "prefill", "--connector", "store"]
+    url = f"amqp://user:{SECRET}@h:1/"
+    assert main([*argv, "--broker", url]) == 2
+    said = capsys.readouterr().err
+    assert (said.startswith("kvparams sidecar: --broker: holds a password"), SECRET in said) == (True, False)
+    monkeypatch.setenv("KVPARAMS_BROKER", url)
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert (said.startswith("kvparams sidecar: KVPARAMS_BROKER: holds a password"), SECRET in said) == (True, False)
