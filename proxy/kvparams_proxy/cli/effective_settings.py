@@ -155,9 +155,9 @@ def _default_lines(
     """Returns the section `defaults`. A member that the file sets takes precedence over its flag."""
     flag_rules = asked.settings.spec_rules
     places, flag_places = rules.credential_sources, flag_rules.credential_sources
-    members = (
+    members: tuple[tuple[str, str, object, object], ...] = (
         ("connector", "connector", rules.connector, flag_rules.connector),
-        ("labels", "", dict(rules.labels), {}),
+        ("labels", "", dict(rules.labels), dict(flag_rules.labels)),
         ("addresses", "engine_address", list(rules.addresses), list(flag_rules.addresses)),
         ("key_file", "engine_key_file", places.key_file, flag_places.key_file),
         ("tls", "engine_ca", places.tls, flag_places.tls),

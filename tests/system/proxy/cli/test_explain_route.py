@@ -33,7 +33,10 @@ async def aware(stub: StubEngines, proxy: StartProxy) -> Proxy:
     )
 
 
-async def explain(running: Proxy, body: Any, path: str = "", expect: int = 200, **headers: str) -> Any:
+async def explain(
+    running: Proxy, body: Any, path: str = "", expect: int = 200, session: str = "", **headers: str
+) -> Any:
+    headers |= {"x-session-id": session} if session else {}
     answer = await running.client.post(f"/admin/explain-route{path}", json=body, headers=ADMIN | headers)
     assert answer.status_code == expect, answer.text
     check_answer("POST", "/admin/explain-route", answer)
@@ -190,7 +193,7 @@ async def test_the_active_modes_decide_which_engine_is_explained(stub: StubEngin
     modes = [{"use": "aggregated", "priority": 1, "when": {"session": ["s"]}}, {"use": "prefill_then_decode"}]
     await change("PUT", "/admin/modes", {"modes": modes})
     assert (await explain(running, body))["role"] == "prefill"
-    assert (await explain(running, body, **{"x-session-id": "s"}))["role"] == "aggregated"
+    assert (await explain(running, body, session="s"))["role"] == "aggregated"
 
 
 async def test_the_session_decides_as_it_does_for_a_client(stub: StubEngines, proxy: StartProxy) -> None:
@@ -198,9 +201,9 @@ async def test_the_session_decides_as_it_does_for_a_client(stub: StubEngines, pr
     body = {"model": "stub", "prompt": PROMPT, "max_tokens": 4}
     chosen: set[str] = set()
     for number in range(8):
-        session = {"x-session-id": f"session-{number}"}
-        found = await explain(running, body, **session)
-        answer = await running.client.post("/v1/completions", json=body, headers=session)
+        session = f"session-{number}"
+        found = await explain(running, body, session=session)
+        answer = await running.client.post("/v1/completions", json=body, headers={"x-session-id": session})
         assert found["chosen"] == answer.headers["x-kvparams-prefill"]
         chosen.add(found["chosen"])
     assert chosen == {"prefill-0", "prefill-1"}, "or the session decides nothing"

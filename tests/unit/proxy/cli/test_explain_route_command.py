@@ -12,7 +12,8 @@ import pytest
 from kvparams.cli import main
 
 TOKEN = "hunter2-do-not-show"
-ROUTE = {
+CANDIDATE = {"id": "p0", "in_flight": 0, "tokens_in_flight": 0}
+ROUTE: dict[str, object] = {
     "object": "route",
     "policy": "round_robin",
     "role": "prefill",
@@ -21,7 +22,7 @@ ROUTE = {
     "estimated": True,
     "chosen": "p0",
     "decision": "p0: chosen by round_robin",
-    "candidates": [{"id": "p0", "in_flight": 0, "tokens_in_flight": 0}],
+    "candidates": [CANDIDATE],
     "accuracy": None,
     "alarm": False,
 }
@@ -129,7 +130,7 @@ def test_a_server_that_is_no_proxy_is_told_from_one(
     ("changes", "expected", "unexpected"),
     [
         ({}, "about 7 tokens, estimated", "chosen by load"),
-        ({"policy": "cache_aware", "candidates": [{**ROUTE["candidates"][0], **CACHE}]}, "about 7 tokens", "with ids"),  # pyright: ignore[reportIndexIssue]
+        ({"policy": "cache_aware", "candidates": [CANDIDATE | CACHE]}, "about 7 tokens", "with ids"),
         ({"policy": "cache_aware"}, "so engines are chosen by load", "with ids"),
         ({"policy": "cache_aware", "ids": "bytes"}, "about 7 tokens, estimated from the text's bytes", "by load"),
         ({"ids": "client", "estimated": False}, "7 tokens, with ids from client", "about"),
