@@ -23,6 +23,8 @@ from kvparams_proxy.config.mode_parsing import mode_document
 from kvparams_proxy.config.options import OPTIONS
 from kvparams_proxy.config.settings import DEFAULT_MODES
 from kvparams_proxy.config.share_url import ShareURL
+from kvparams_proxy.config.yaml_reader import read_yaml
+from kvparams_proxy.config_errors import ConfigError
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, SpecRules
 from kvparams_proxy.server.shared_admin import spec_document
 from kvparams_proxy.tls import EngineTLSSettings
@@ -34,6 +36,7 @@ _DEFAULT: Final = "default"
 _USER: Final = re.compile(r"(?<=//)[^/?#]*@")
 _LEFT_OUT: Final = "; user and password are left out"
 _NOT_COMMON: Final = "; left out, because some instances have no key"
+_NO_FILE_NUMBER: Final = "; left out, because a fleet file has no such long numbers"
 _LOG_WORDS: Final = frozenset({"-", "off"})
 _ACTIONS: Final = frozenset({"check", "print_config"})
 _DEFAULTS: Final = frozenset({"connector", "engine_key_file", "engine_ca", "engine_address", "bootstrap"})
@@ -99,9 +102,20 @@ def _option_lines(asked: Configuration, sources: Mapping[str, str], without: Col
             yield _line(f"  # {option.name}: {_yaml(derived[name])}", source)
         elif value is None:
             yield _line(f"  # {option.name}: not set", source)
+        elif isinstance(value, int | float) and not _is_readable(_yaml(value)):
+            yield _line(f"  # {option.name}: {_yaml(value)}", source, _NO_FILE_NUMBER)
         else:
             note = _LEFT_OUT if isinstance(value, ShareURL) and "@" in value.server else ""
             yield _line(f"  {option.name}: {_yaml(_written(value))}", source, note)
+
+
+def _is_readable(number: str) -> bool:
+    """Returns whether a fleet file may have this number."""
+    try:
+        read_yaml(number)
+    except ConfigError:
+        return False
+    return True
 
 
 def _written(value: object) -> object:

@@ -267,3 +267,11 @@ def test_a_broker_url_with_a_password_is_refused_under_the_name_of_its_source(
     assert main(argv) == 2
     said = capsys.readouterr().err
     assert (said.startswith("kvparams sidecar: KVPARAMS_BROKER: holds a password"), SECRET in said) == (True, False)
+
+
+def test_a_number_that_no_fleet_file_may_have_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("proxy", "--prefill", "http://p:1", "--decode", "http://d:1", "--request-timeout", "1e300")
+    document, sources, _ = printed(*argv, "--client-timeout", "1e-20", capsys=capsys)
+    assert document.settings.request_timeout is None
+    assert "left out" in sources["request-timeout"]
+    assert "left out" in sources["client-timeout"]
