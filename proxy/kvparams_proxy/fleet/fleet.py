@@ -311,7 +311,9 @@ class Fleet(FleetMembers):
         for role in roles:
             self._roles[role].candidates_for(facts)
 
-    def explain(self, role: Role, facts: RequestFacts, beside: PairTarget | None = None) -> "RouteExplanation":
+    def explain(
+        self, role: Role, facts: RequestFacts, beside: PairTarget | None = None, near: Collection[str] = ()
+    ) -> "RouteExplanation":
         """Explains the decision that `acquire` would make now, regardless of room and of slow start.
 
         Nothing is taken, and no turn of the policy is used up.
@@ -322,7 +324,7 @@ class Fleet(FleetMembers):
         key = None
         if beside is not None and self._paired:
             key = beside if isinstance(beside, Role) else pair_key(beside)
-        return self._roles[role].explain(facts, key)
+        return self._roles[role].explain(facts, key, near)
 
     def health(self) -> dict[Role, RoleHealth]:
         """Returns the figures of each role that is needed, or that somebody has."""

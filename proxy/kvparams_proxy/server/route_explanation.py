@@ -90,7 +90,9 @@ def _explain(
     plan.close()
     if not isinstance(step, AcquireInstance):
         raise ProxyError(400, "invalid_request_error", "the manager of this request chooses its instances itself")
-    explained = resources.fleet.explain(step.role, facts, step.paired_with)
+    explained = resources.fleet.explain(step.role, facts, step.paired_with, step.prefer)
+    if step.prefer and explained.chosen.id not in step.prefer:  # the plan splits the request then
+        return Role.PREFILL, resources.fleet.explain(Role.PREFILL, facts, Role.DECODE)
     if step.paired_with is not Role.PREFILL:
         return step.role, explained
     return Role.PREFILL, resources.fleet.explain(Role.PREFILL, facts, explained.chosen)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvparams.jsontext.document import JSONLimits
+from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams_proxy.cli.explain_route_command import COMMAND
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
@@ -227,3 +228,17 @@ async def test_a_request_that_would_be_refused_is_refused_for_the_same_reason(
         answer = await running.client.post(f"/admin/instances/{name}/drain", headers=ADMIN)
         assert answer.is_success, answer.text
     assert "the 2 ready prefill instances are being drained" in await both(body, 503)
+
+
+async def test_a_prompt_that_a_decode_engine_has_cached_is_explained_there(
+    stub: StubEngines, proxy: StartProxy
+) -> None:
+    modes = (ManagerMode("conditional", options={"remote_tokens": 100}),)
+    running = await proxy(*urls(stub), policy="cache_aware", admin_token=Secret("secret"), modes=modes)
+    body = {"model": "stub", "prompt": PROMPT, "max_tokens": 4}
+    assert (await explain(running, body))["role"] == "prefill"
+    first = await running.client.post("/v1/completions", json=body)
+    found = await explain(running, body)
+    assert (found["role"], found["chosen"]) == ("decode", first.headers["x-kvparams-decode"])
+    second = await running.client.post("/v1/completions", json=body)
+    assert (second.headers["x-kvparams-decode"], "x-kvparams-prefill" in second.headers) == (found["chosen"], False)
