@@ -68,7 +68,8 @@ A flag takes precedence over its environment variable, the variable over the fle
 `kvparams proxy --print-config` shows every setting and where it came from.
 
 The variable of an option is its name in capitals behind `KVPARAMS_`: `--queue-wait` is `KVPARAMS_QUEUE_WAIT`. All
-options of all commands have one, except those that ask for an action, such as `--check`.
+options of `kvparams proxy`, `sidecar` and `picker` have one, except those that ask for an action, such as `--check`.
+Other commands read no variables.
 
 | option | variable |
 |---|---|
@@ -102,7 +103,7 @@ class _Row(NamedTuple):
 
 def _row(action: argparse.Action) -> _Row:
     value = "" if action.nargs == 0 else f" {action.metavar or ' or '.join(map(str, action.choices or ()))}"
-    text = action.help or ""
+    text = (action.help or "").replace("%%", "%")  # as `--help` shows it
     stated = _DEFAULT.search(text)
     default = stated[1] if stated else "required" if action.required else "off" if action.nargs == 0 else "not set"
     return _Row(f"{action.option_strings[-1]}{value}", default, _DEFAULT.sub("", text))

@@ -27,7 +27,10 @@ class Command(Protocol):
     """A `Command` is a subcommand of `kvparams`."""
 
     summary: str
-    """One line for `kvparams --help`."""
+    """One line for `kvparams --help`.
+
+    A command may have a second attribute, `reads_variables = True`: environment variables set its options.
+    """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Say which arguments the command takes."""
@@ -90,7 +93,9 @@ def make_parser(name: str | None) -> tuple[CommandParser, Mapping[str, PluginErr
         child.add_argument("--version", action="version", version=_VERSION, help=argparse.SUPPRESS)
         if name in (each, None):  # they take milliseconds
             command.add_arguments(child)
-        variables = option_variables(child._actions) if each == name else {}
+        if not getattr(command, "reads_variables", False):
+            child.ignore_variables()
+        variables = option_variables(child._actions) if each == name and child.reads_variables else {}
         child.set_defaults(command=command, known_variables=tuple(variables))
     if broken:
         parser.epilog = "not available here: " + "; ".join(f"{each}: {error}" for each, error in broken.items())

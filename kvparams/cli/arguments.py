@@ -2,11 +2,11 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, TextIO, get_args
 
 from kvparams import plugins
-from kvparams.cli.input_files import OUR_FORMAT, UnreadableInput
+from kvparams.cli.input_files import OUR_FORMAT, RecognizedMessage, UnreadableInput, recognize_message, to_message
 from kvparams.dialects import registry
 from kvparams.dialects.table import DialectTable, is_older_release
 from kvparams.errors import InvalidParams, printable
@@ -22,6 +22,7 @@ __all__ = [
     "candidate_tables",
     "named_table",
     "print_problems",
+    "recognize_document",
     "warn_ignored_options",
 ]
 
@@ -107,3 +108,15 @@ def candidate_tables(table: DialectTable | None) -> list[DialectTable]:
     for error in broken:
         sys.stderr.write(f"left out: {error}\n")
     return found
+
+
+def recognize_document(
+    found: Mapping[str, object], table: DialectTable | None, arguments: argparse.Namespace
+) -> RecognizedMessage:
+    """Recognizes the message in a file, and takes the most common dialect if the keys fit it and others.
+
+    Raises:
+        UnrecognizedDialect, AmbiguousDialect: see `kvparams.dialects.detection.detect_dialect`.
+    """
+    message = to_message(found, arguments.request_id)
+    return recognize_message(message, candidate_tables(table), table, arguments.phase, found, may_guess=True)

@@ -2,7 +2,7 @@
 
 `CommandParser` is `argparse.ArgumentParser` with four differences: no usage text before an error, no abbreviated
 options (a later option could make them ambiguous), an unknown option is reported before a missing argument, and each
-option can be set by an environment variable (`kvparams.cli.environment`).
+option can be set by an environment variable (`kvparams.cli.environment`) unless `ignore_variables` was called.
 
 The parsed arguments have `option_sources`: for each option that was given, by its destination, the flag or the variable
 that set it.
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Final, NoReturn, cast
 
-from kvparams.cli.environment import InvalidVariable, option_variables, read_variable
+from kvparams.cli.environment import InvalidVariable, option_variables, read_variable, subparsers_of
 from kvparams.errors import printable
 from kvparams.settings_model import did_you_mean, must_be_one_of
 
@@ -39,6 +39,15 @@ class CommandParser(argparse.ArgumentParser):
     ) -> None:
         """See `argparse.ArgumentParser`. `others` is what a newer `add_parser` passes."""
         super().__init__(prog, description=description, formatter_class=formatter_class, allow_abbrev=False)
+        self.reads_variables = True
+
+    def ignore_variables(self) -> None:
+        """Lets no environment variable set an option of this parser or of its subcommands."""
+        self.reads_variables = False
+        for action in self._actions:
+            for parser in subparsers_of(action):
+                if isinstance(parser, CommandParser):
+                    parser.ignore_variables()
 
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -52,7 +61,7 @@ class CommandParser(argparse.ArgumentParser):
                 self.error(self._describe_unknown(option))
         sources = {known[option].dest: option for option in options}
         overridden: dict[str, argparse.Action] = {}
-        if self._subparsers is None:
+        if self._subparsers is None and self.reads_variables:
             overridden = self._apply_variables(sources)
         found, unknown = cast(
             "tuple[argparse.Namespace, list[str]]",
@@ -128,7 +137,8 @@ class CommandParser(argparse.ArgumentParser):
     def _describe_unknown(self, option: str) -> str:
         """Returns a sentence about an option that this command does not have."""
         actions = self._option_string_actions.items()
-        nearest = did_you_mean(option, [name for name, action in actions if action.help != argparse.SUPPRESS])
+        shown = [name for name, action in actions if action.help != argparse.SUPPRESS or name == "--version"]
+        nearest = did_you_mean(option, shown)
         return f"no option {printable(option[:_MAX_SHOWN])}{f'; {nearest.rstrip()}' if nearest else ''}"
 
     def _check_value(self, action: argparse.Action, value: object) -> None:

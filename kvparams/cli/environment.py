@@ -1,5 +1,7 @@
 """Reads options from environment variables: `--queue-wait` is `KVPARAMS_QUEUE_WAIT`, and so for every option.
 
+Only commands that serve have variables: one name means one thing in all of them.
+
 An option on the command line takes precedence over its variable. An empty variable counts as not set. An option that
 may be repeated has its values separated by spaces; a switch is `true` or `false`. Options that ask for an action
 instead of setting something (`--help`, `--check`) have no variable.
@@ -52,7 +54,8 @@ def option_variables(actions: Iterable[argparse.Action]) -> dict[str, argparse.A
     found: dict[str, argparse.Action] = {}
     for action in actions:
         for parser in subparsers_of(action):
-            found |= option_variables(parser._actions)
+            if getattr(parser, "reads_variables", True):
+                found |= option_variables(parser._actions)
         if action.option_strings and action.dest not in _NO_SETTINGS:
             found[variable_name(action.option_strings[-1])] = action
     return found

@@ -11,6 +11,7 @@ from kvparams.cli.arguments import (
     add_phase,
     candidate_tables,
     named_table,
+    recognize_document,
     warn_ignored_options,
 )
 from kvparams.cli.descriptions import describe_dialect, describe_document, describe_message, unknown_members
@@ -19,8 +20,6 @@ from kvparams.cli.input_files import (
     describe_unexamined,
     find_document,
     load_json_file,
-    recognize_message,
-    to_message,
 )
 from kvparams.codec import parse
 from kvparams.errors import InvalidParams
@@ -82,8 +81,7 @@ class ExplainCommand:
             beside = describe_unexamined(found, "--dialect") if arguments.dialect is None else None
             print("\n".join([*lines, beside] if beside else lines))
             return 0
-        message = to_message(found, arguments.request_id)
-        given = recognize_message(message, candidate_tables(table), table, arguments.phase, found, may_guess=True)
+        given = recognize_document(found, table, arguments)
         lines, right = describe_message(given, arguments.engine)
         print("\n".join(lines))
         return 0 if right else 1

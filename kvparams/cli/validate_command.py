@@ -13,6 +13,7 @@ from kvparams.cli.arguments import (
     candidate_tables,
     named_table,
     print_problems,
+    recognize_document,
     warn_ignored_options,
 )
 from kvparams.cli.descriptions import unknown_members
@@ -21,8 +22,6 @@ from kvparams.cli.input_files import (
     describe_unexamined,
     find_document,
     load_json_file,
-    recognize_message,
-    to_message,
 )
 from kvparams.codec import parse
 from kvparams.dialects.carriers import with_original_path
@@ -82,8 +81,7 @@ class ValidateCommand:
                 print(one, file=sys.stderr)
             print("valid: a kvparams document")
             return 0
-        message = to_message(found, arguments.request_id)
-        given = recognize_message(message, candidate_tables(table), table, arguments.phase, found, may_guess=True)
+        given = recognize_document(found, table, arguments)
         for line in given.guessed:
             print(line, file=sys.stderr)
         problems = validate_message(given.table, given.message, LEGS[given.phase], arguments.engine)

@@ -3,6 +3,7 @@
 A message names members and says what to do. It never repeats a value that may be a secret.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Final
 
@@ -10,8 +11,10 @@ from pydantic import ValidationError
 
 from kvparams.settings_model import SettingPath, describe_setting_error, find_setting_errors, join_path
 
-__all__ = ["ConfigError", "ConfigProblems"]
+__all__ = ["SECTION_NAME", "ConfigError", "ConfigProblems"]
 
+SECTION_NAME: Final = re.compile(r"[a-z_-]{1,32}")
+"""Other keys at the top of a file are not shown: the file may be no fleet file, and hold secrets."""
 _SHOWN: Final = 20
 """More are counted, not listed: nobody reads them before the first ones are put right."""
 
@@ -58,6 +61,8 @@ class ConfigProblems:
         self._more += len(found) - len(shown)
         for one in shown:
             path = join_path(one["loc"])
+            if lines is not None and len(one["loc"]) == 1 and SECTION_NAME.fullmatch(path) is None:
+                path = "a key"
             place = f"{where}{'.' if where and path and path[0] != '[' else ''}{path}"
             if lines is not None and (line := _line_of(one["loc"], lines)) is not None:
                 place = f"line {line}: {place}" if place else f"line {line}"

@@ -31,6 +31,7 @@ from kvparams_proxy.cli.security_configuration import (
     sharing_settings,
     signing_settings,
 )
+from kvparams_proxy.cli.shared_urls import notes_of_shared_urls
 from kvparams_proxy.config.fleet_file import FleetFileProvider
 from kvparams_proxy.config.options import OPTIONS, ProxyOptions
 from kvparams_proxy.config.picker_url import PickerURL, parse_picker_url
@@ -78,6 +79,8 @@ class Configuration(NamedTuple):
     """The path of the fleet file; empty without one."""
     file_options: frozenset[str] = frozenset()
     """Names of options that the fleet file sets."""
+    rules: SpecRules | None = None
+    """The rules for entries, with `roles` and `defaults` of the fleet file."""
 
 
 def build_configuration(arguments: argparse.Namespace) -> Configuration:
@@ -132,7 +135,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     )
     server = _server_settings(options, tls, notes)
     notes += notes_of_open_files(options.admin_token_file, options.share_keys, rules.credential_sources.key_file)
-    notes += _notes_of_shared_urls(entries)
+    notes += notes_of_shared_urls(entries)
     notes += [f"left out: {error}" for error in load_tables_and_errors()[1]]
     return Configuration(
         settings,
@@ -147,6 +150,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         frozenset(flags.model_fields_set),
         arguments.config or "",
         frozenset() if provider is None else frozenset(provider.document.settings.model_fields_set),
+        rules if provider is None else provider.document.rules,
     )
 
 
@@ -343,17 +347,6 @@ def _entries(
         if entry is not None:
             entries.append(entry)
     return tuple(entries)
-
-
-def _notes_of_shared_urls(entries: Sequence[InstanceSpec]) -> list[str]:
-    """Returns a note for each decode engine whose URL is also that of a prefill engine."""
-    prefill = {entry.url: entry.id for entry in entries if entry.role is Role.PREFILL}
-    return [
-        f"WARNING: {prefill[entry.url]} and {entry.id} have the same URL {entry.url}; that is right only for an engine "
-        "that can do either part of a request. One that does both parts is declared with --aggregated"
-        for entry in entries
-        if entry.role is Role.DECODE and entry.url in prefill
-    ]
 
 
 def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: ConfigProblems) -> dict[str, str]:

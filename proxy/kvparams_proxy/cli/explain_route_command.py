@@ -3,11 +3,18 @@
 import argparse
 import json
 import sys
+from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import IO, Final
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
+
+from pydantic import ValidationError
+
+from kvparams.errors import printable
+from kvparams_proxy.secret import Secret, SecretError, secret_from_file
+from kvparams_proxy.server.admin_answers import CandidateAnswer, ErrorAnswer, RouteAnswer
 
 __all__ = ["COMMAND"]
 
@@ -22,6 +29,20 @@ takes turns chooses anew for each request, so the next one may go elsewhere.
 """
 _TIMEOUT_S: Final = 30.0
 _MOST_BYTES: Final = 16 << 20
+_REDIRECTS: Final = range(300, 400)
+
+
+_NO_PROXY: Final = "is no kvparams proxy, or one of another version"
+
+
+class _RefusedRedirects(HTTPRedirectHandler):
+    """Follows no redirect: the request holds the admin token."""
+
+    def redirect_request(
+        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: object, newurl: str
+    ) -> Request | None:
+        """See `HTTPRedirectHandler.redirect_request`. The redirect is raised as an `HTTPError`."""
+        return None
 
 
 class ExplainRouteCommand:
@@ -40,6 +61,7 @@ class ExplainRouteCommand:
         parser.add_argument("--model", help="the model, with --prompt")
         parser.add_argument("--path", default="/v1/completions", help="the endpoint (default: /v1/completions)")
         parser.add_argument("--tenant", help="the tenant of the request, if the proxy has client keys")
+        parser.add_argument("--session", metavar="ID", help="the session of the request, as in its header x-session-id")
         parser.add_argument(
             "--admin-token-file", required=True, metavar="FILE", help="the file with the proxy's admin token"
         )
@@ -47,21 +69,33 @@ class ExplainRouteCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Asks the proxy and prints its answer."""
+        url = printable(arguments.proxy)
         try:
             body = _body(arguments)
-            token = Path(arguments.admin_token_file).read_text().strip()
-            found = _ask(arguments, token, body)
+            token = secret_from_file(Path(arguments.admin_token_file))
+            text = _ask(arguments, token, body)
         except HTTPError as error:
-            print(f"kvparams explain-route: {error.code} {_said(error)}", file=sys.stderr)
-            return 1
+            return _refused(_describe_refusal(error, url), 1)
+        except HTTPException:
+            return _refused(f"{url} {_NO_PROXY}", 1)
+        except SecretError as error:
+            return _refused(f"--admin-token-file: {error}", 2)
         except (OSError, ValueError) as error:
             reason = error.reason if isinstance(error, URLError) else error
             if isinstance(error, OSError) and error.filename is not None:
                 reason = f"{error.filename} cannot be read: {error.strerror}"
-            print(f"kvparams explain-route: {reason}", file=sys.stderr)
-            return 2
-        print(json.dumps(found, indent=1) if arguments.json else _words(found))
+            return _refused(f"{reason}", 2)
+        try:
+            found = RouteAnswer.model_validate_json(text)
+        except ValidationError:
+            return _refused(f"{url} {_NO_PROXY}", 1)
+        print(json.dumps(json.loads(text), indent=1) if arguments.json else _words(found))
         return 0
+
+
+def _refused(said: str, status: int) -> int:
+    print(f"kvparams explain-route: {said}", file=sys.stderr)
+    return status
 
 
 def _body(arguments: argparse.Namespace) -> bytes:
@@ -73,67 +107,72 @@ def _body(arguments: argparse.Namespace) -> bytes:
     return sys.stdin.buffer.read() if arguments.request == "-" else Path(arguments.request).read_bytes()
 
 
-def _ask(arguments: argparse.Namespace, token: str, body: bytes) -> dict[str, Any]:
+def _ask(arguments: argparse.Namespace, token: Secret, body: bytes) -> bytes:
     if not arguments.proxy.startswith(("http://", "https://")):
         raise ValueError("URL must be http://host:port or https://host:port")
     query = {"path": arguments.path} | ({} if arguments.tenant is None else {"tenant": arguments.tenant})
     url = f"{arguments.proxy.rstrip('/')}/admin/explain-route?{urlencode(query)}"
-    headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
-    with urlopen(Request(url, body, headers), timeout=_TIMEOUT_S) as answer:
-        return cast("dict[str, Any]", json.loads(answer.read(_MOST_BYTES)))
+    headers = {"authorization": f"Bearer {token.reveal()}", "content-type": "application/json"}
+    if arguments.session is not None:
+        headers["x-session-id"] = arguments.session
+    with build_opener(_RefusedRedirects).open(Request(url, body, headers), timeout=_TIMEOUT_S) as answer:
+        text: bytes = answer.read(_MOST_BYTES)
+        return text
 
 
-def _said(error: HTTPError) -> str:
+def _describe_refusal(error: HTTPError, url: str) -> str:
+    if error.code in _REDIRECTS:
+        return f"{url} answers with a redirect, which is not followed; give the URL of the proxy itself"
     try:
-        return str(json.loads(error.read(_MOST_BYTES))["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return error.reason
+        return f"{error.code} {printable(ErrorAnswer.model_validate_json(error.read(_MOST_BYTES)).error.message)}"
+    except (ValidationError, HTTPException, OSError):
+        return f"{error.code} {printable(error.reason)}; {url} {_NO_PROXY}, or has no admin API"
 
 
-def _words(found: dict[str, Any]) -> str:
-    lines = [
-        f"{found['decision']}",
-        "",
-        *(_cache_table(found) if found["candidates"][0].get("cached") is not None else _load_table(found)),
-    ]
-    if found["ids"] is None:
+def _words(found: RouteAnswer) -> str:
+    has_estimates = any(one.cached is not None for one in found.candidates)
+    lines = [printable(found.decision), "", *(_cache_table(found) if has_estimates else _load_table(found)), ""]
+    if found.ids is None and found.policy == "cache_aware":
         lines += [
-            "",
-            "its token ids are unknown, so engines are chosen by load; give the proxy a --tokenizer",
+            f"about {found.tokens} tokens, estimated from the text's length; the token ids are unknown, so engines "
+            "are chosen by load. Give the proxy a --tokenizer"
         ]
-    elif found["ids"] == "bytes":
+    elif found.ids == "bytes":
         lines += [
-            "",
-            f"about {found['tokens']} tokens, estimated from the text's bytes; so is every number of tokens above. "
+            f"about {found.tokens} tokens, estimated from the text's bytes; so is every number of tokens above. "
             "The request log has the engine's own",
         ]
+    elif found.estimated:
+        lines += [f"about {found.tokens} tokens, estimated from the text's length"]
     else:
-        lines += ["", f"{found['tokens']} tokens, with ids from {found['ids']}"]
-    if found["alarm"]:
-        share = f"{100 * found['accuracy']:.0f} %"
+        lines += [f"{found.tokens} tokens, with ids from {found.ids}"]
+    if found.alarm and found.accuracy is not None:
+        share = f"{100 * found.accuracy:.0f} %"
         lines += [f"WARNING: only {share} of the tokens that were predicted to be cached were cached"]
     return "\n".join(lines)
 
 
-def _cache_table(found: dict[str, Any]) -> list[str]:
+def _cache_table(found: RouteAnswer) -> list[str]:
     lines = [f"{'':2}{'instance':24}{'cached':>8}{'fetched':>9}{'wait':>9}{'fetch':>9}{'compute':>9}{'first':>9}"]
-    for one in found["candidates"]:
-        times = "".join(f"{1000 * one[name]:>6.0f} ms" for name in ("wait_s", "fetch_s", "compute_s", "first_token_s"))
-        whose = "" if one["source"] is None else f"  from {one['source']}"
-        lines.append(f"{_mark(found, one):2}{one['id']:24}{one['cached']:>8}{one['fetched']:>9}{times}{whose}")
+    for one in found.candidates:
+        seconds = (one.wait_s, one.fetch_s, one.compute_s, one.first_token_s)
+        times = "".join(f"{1000 * (each or 0.0):>6.0f} ms" for each in seconds)
+        whose = "" if one.source is None else f"  from {printable(one.source)}"
+        counts = f"{one.cached or 0:>8}{one.fetched or 0:>9}"
+        lines.append(f"{_mark(found, one):2}{printable(one.id):24}{counts}{times}{whose}")
     return lines
 
 
-def _load_table(found: dict[str, Any]) -> list[str]:
+def _load_table(found: RouteAnswer) -> list[str]:
     lines = [f"{'':2}{'instance':24}{'requests':>10}{'their tokens':>14}"]
     return lines + [
-        f"{_mark(found, one):2}{one['id']:24}{one['in_flight']:>10}{one['tokens_in_flight']:>14}"
-        for one in found["candidates"]
+        f"{_mark(found, one):2}{printable(one.id):24}{one.in_flight:>10}{one.tokens_in_flight:>14}"
+        for one in found.candidates
     ]
 
 
-def _mark(found: dict[str, Any], candidate: dict[str, Any]) -> str:
-    return "->" if candidate["id"] == found["chosen"] else ""
+def _mark(found: RouteAnswer, candidate: CandidateAnswer) -> str:
+    return "->" if candidate.id == found.chosen else ""
 
 
 COMMAND: Final = ExplainRouteCommand()

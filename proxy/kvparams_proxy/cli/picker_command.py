@@ -6,8 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
-from kvparams.instances import Role
-from kvparams_proxy.cli.proxy_command import add_fleet_flags, add_option_flags, load_configuration, run_server
+from kvparams_proxy.cli.proxy_command import (
+    add_engine_flags,
+    add_fleet_flags,
+    add_option_flags,
+    load_configuration,
+    run_server,
+)
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.picker.objectives import parse_objectives
 from kvparams_proxy.picker.settings import PARTNER_DIALECTS, PartnerDialect, PickerSettings, PickerTLS
@@ -39,6 +44,7 @@ class PickerCommand:
     """See `kvparams.cli.Command`."""
 
     summary = "Run an endpoint picker, which Envoy and Gateways ask where each request goes."
+    reads_variables = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds the picker's own flags, and those of the proxy."""
@@ -78,15 +84,7 @@ class PickerCommand:
             "--client-keys the keys have priorities instead",
         )
         engines = parser.add_argument_group("engines")
-        for role in Role:
-            engines.add_argument(
-                f"--{role}",
-                action="append",
-                default=[],
-                metavar="[NAME=]URL",
-                help=f"the URL of an engine with the role {role}, or of the sidecar in front of it; repeat the option "
-                "for each engine",
-            )
+        add_engine_flags(engines, "or of the sidecar in front of it")
         add_fleet_flags(engines)
         add_option_flags(parser, without=("workers",))
 

@@ -36,6 +36,7 @@ from kvparams_proxy.telemetry.log_handler import LineWriterHandler
 __all__ = [
     "COMMAND",
     "add_decode_picker_flag",
+    "add_engine_flags",
     "add_fleet_flags",
     "add_option_flags",
     "load_configuration",
@@ -78,20 +79,13 @@ class ProxyCommand:
     """See `kvparams.cli.Command`."""
 
     summary = "Run a proxy in front of prefill and decode engines."
+    reads_variables = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds an argument for each setting, and those that name engines."""
         parser.epilog = _EXAMPLE
         engines = parser.add_argument_group("engines")
-        for role in Role:
-            engines.add_argument(
-                f"--{role}",
-                action="append",
-                default=[],
-                metavar="[NAME=]URL",
-                help=f"the URL of an engine with the role {role}, http://host:port; repeat the option for each "
-                f"engine (default names: {role}-0, {role}-1, ...)",
-            )
+        add_engine_flags(engines, "http://host:port")
         add_fleet_flags(engines)
         add_decode_picker_flag(engines)
         add_option_flags(parser)
@@ -108,6 +102,19 @@ class ProxyCommand:
         if asked.workers > 1 and not (arguments.check or arguments.print_config):
             return _run_workers(asked, notes, arguments)
         return run_server("proxy", asked, notes, arguments=arguments)
+
+
+def add_engine_flags(group: "argparse._ArgumentGroup", url: str) -> None:  # pyright: ignore[reportPrivateUsage]
+    """Adds the flags that name engines. `url`: says more about the URL."""
+    for role in Role:
+        group.add_argument(
+            f"--{role}",
+            action="append",
+            default=[],
+            metavar="[NAME=]URL",
+            help=f"the URL of an engine with the role {role}, {url}; repeat the option for each engine (default names: "
+            f"{role}-0, {role}-1, ...)",
+        )
 
 
 def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignore[reportPrivateUsage]

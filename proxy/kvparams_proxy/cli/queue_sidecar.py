@@ -47,8 +47,8 @@ def load_broker_url(text: str) -> Secret:
     if text.startswith(("amqp://", "amqps://")):
         if urlsplit(text).password is not None:
             raise ValueError(
-                "a password on the command line is visible to other users; put the URL into a file, and give the "
-                "file's path"
+                "holds a password, which others can see in a command line or a variable; put the URL into a file, and "
+                "give the file's path"
             )
         return Secret(text)
     try:

@@ -5,6 +5,7 @@ Its settings have the same names as the proxy's. Its own flags only describe the
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, cast, get_args
 
@@ -59,6 +60,7 @@ class SidecarCommand:
     """See `kvparams.cli.Command`."""
 
     summary = "Run a proxy beside one engine, which prefills or decodes; a remote engine does the other part."
+    reads_variables = True
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds the flags that name engines, and one for each setting of the proxy."""
@@ -156,7 +158,8 @@ def _queued(arguments: argparse.Namespace, role: Role) -> int:
     try:
         return run_queue_sidecar(arguments, role, _REMOTE[role])
     except ValueError as error:
-        return _refused(f"--broker: {error}")
+        sources: Mapping[str, str] = getattr(arguments, "option_sources", {})
+        return _refused(f"{sources.get('broker', '--broker')}: {error}")
 
 
 def _refused(said: str) -> int:

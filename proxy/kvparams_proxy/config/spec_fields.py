@@ -5,6 +5,7 @@ validation.
 """
 
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Final, cast
 from urllib.parse import urlsplit
@@ -49,8 +50,20 @@ _MAX_CHOICES: Final = 256
 _ID: Final = r"^[A-Za-z0-9][A-Za-z0-9._~-]{0,127}$"
 _STREAM: Final = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_][A-Za-z0-9._-]{0,252}):(\d{1,5})")
 _HOST_AND_PORT: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}:\d{1,5}")
+_MISTYPED_URL: Final = re.compile(r"([A-Za-z]{2,8}):?/{1,2}([A-Za-z0-9][A-Za-z0-9.-]{0,252}(?::\d{1,5})?)/?")
 _SOCKET_FILE: Final = re.compile(r"ipc://[!-~]{1,100}")
 _CONNECTOR_CLASS: Final = re.compile(r"(?i)(Connector)?(V1)?$")
+_CONNECTOR_OF_CLASS: Final = {
+    "kvparams": "store",
+    "kvstore": "store",
+    "nixlpull": "nixl",
+    "mooncakestore": "content",
+    "lmcache": "content",
+    "lmcachemp": "content",
+}
+"""The connectors of vLLM's classes without `Connector` and `V1`: see the table in docs/quickstart.md."""
+_MISTYPED: Final = 0.9
+"""How similar a name must be to that of a class; most names end with `connector`."""
 _MAX_CLASS_NAME: Final = 128
 _VISIBLE: Final = re.compile(r"[!-~]{1,2048}")
 
@@ -79,9 +92,19 @@ def check_url(value: object) -> str:
     if parts is None or not good or parts.path not in ("", "/") or "?" in value or "#" in value:
         if _HOST_AND_PORT.fullmatch(value):
             raise ValueError(f"{wanted}; did you mean http://{value}?")
+        if hint := _nearest_url(value):
+            raise ValueError(f"{wanted}; {hint}")
         path = ", without a path; the proxy adds /v1" if good and parts is not None and len(parts.path) > 1 else ""
         raise ValueError(f"{wanted}{path}")
     return f"{parts.scheme}://{parts.netloc}"
+
+
+def _nearest_url(value: str) -> str:
+    """Returns `did you mean URL?` for a URL whose scheme is mistyped; nothing for others."""
+    found = _MISTYPED_URL.fullmatch(value)
+    near = [] if found is None else get_close_matches(found[1].lower(), ("http", "https"), 1)
+    meant = "" if found is None or not near else f"{near[0]}://{found[2]}"
+    return f"did you mean {meant}?" if meant not in ("", value.rstrip("/")) else ""
 
 
 def _check_role(value: object) -> Role:
@@ -116,8 +139,11 @@ def check_connector(value: object, rules: SpecRules) -> str:
 def _connector_of_class(name: str, rules: SpecRules) -> str | None:
     """Returns the connector that an engine knows by the name of a class, such as NixlConnector; None if it is none."""
     base = _CONNECTOR_CLASS.sub("", name[:_MAX_CLASS_NAME]).lower()
-    by_base = {"kvparams": "store", "kvstore": "store", "nixlpull": "nixl"} | {one: one for one in rules.connectors}
+    by_base = _CONNECTOR_OF_CLASS | {one: one for one in rules.connectors}
     meant = by_base.get(base)
+    if meant is None:
+        near = get_close_matches(name[:_MAX_CLASS_NAME].lower(), [f"{one}connector" for one in by_base], 1, _MISTYPED)
+        meant = by_base[near[0].removesuffix("connector")] if near else None
     return meant if meant in rules.connectors else None
 
 

@@ -16,7 +16,7 @@ from yaml.reader import ReaderError
 
 from kvparams.errors import printable
 from kvparams.settings_model import SettingPath
-from kvparams_proxy.config_errors import ConfigError, ConfigProblems
+from kvparams_proxy.config_errors import SECTION_NAME, ConfigError, ConfigProblems
 
 __all__ = ["MAX_YAML_BYTES", "YAMLDocument", "read_yaml"]
 
@@ -128,7 +128,8 @@ class _PlainLoader(yaml.SafeLoader):
             if key.value == "<<" and key.implicit[0]:
                 raise _refusal(_line(key), f"merge keys (<<) are not supported; {_SHARED}")
             if key.value in members:
-                words = f"the key {key.value[:64]!r} appears twice in one object"
+                shown = f"the key {key.value[:64]!r}" if path or SECTION_NAME.fullmatch(key.value) else "a key"
+                words = f"{shown} appears twice in one object"
                 self.repeated_keys.add(f"line {_line(key)}", words)
             here = (*path, key.value)
             self.lines[here] = _line(key)

@@ -105,12 +105,7 @@ class Dispatcher(Candidates):
         """See `Fleet.acquire`; `beside` only where it matters."""
         if near and not self._room:  # nobody is passed
             candidates = self.candidates_for(facts, beside, avoid)
-            most = 2 * min(each.in_flight for each in candidates) + 1
-            those = [
-                each
-                for each in self._preferred(candidates, avoid, facts.model, beside)
-                if each.instance.id in near and each.in_flight <= most
-            ]
+            those = self._near(self._preferred(candidates, avoid, facts.model, beside), candidates, near)
             chosen = self._choose(those, candidates, facts, ()) if those else None
             if chosen is not None:
                 return chosen.instance
@@ -125,13 +120,21 @@ class Dispatcher(Candidates):
         self._count(chosen, facts)
         return chosen.instance
 
-    def explain(self, facts: RequestFacts) -> RouteExplanation:
-        """See `Fleet.explain`."""
-        candidates = self.candidates(facts.model)
+    def explain(
+        self, facts: RequestFacts, beside: PairKey | Role | None = None, near: Collection[str] = ()
+    ) -> RouteExplanation:
+        """See `Fleet.explain`; `beside` only where it matters."""
+        candidates = self.candidates_for(facts, beside)
+        candidates = self._near(candidates, candidates, near) or candidates
         if self._prefixes is None:
             return RouteExplanation(self._policy.choose(candidates, facts, self._turn).instance, candidates)
         by_cache = self._prefixes.explain(self._policy, candidates, facts, self._turn)
         return RouteExplanation(by_cache.decision.chosen, candidates, by_cache)
+
+    def _near(self, preferred: list[Member], candidates: list[Member], near: Collection[str]) -> list[Member]:
+        """Returns the preferred members whose ids are in `near` and that have not much more load than others."""
+        most = 2 * min(each.in_flight for each in candidates) + 1
+        return [each for each in preferred if each.instance.id in near and each.in_flight <= most]
 
     def cancel_wait(self, waiter: LegWaiter) -> bool:
         """See `Fleet.cancel_wait`; whether it waited here."""

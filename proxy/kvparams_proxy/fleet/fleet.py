@@ -302,15 +302,29 @@ class Fleet(FleetMembers):
         candidates = (each.instance for each in self._roles[role].candidates(facts.model))
         return {each.id: believed[each] for each in candidates if each in believed}
 
-    def explain(self, role: Role, facts: RequestFacts) -> "RouteExplanation":
-        """Explains the decision that `acquire` would make now, regardless of room and of slow start.
-
-        Nothing is taken, and it is nobody's turn.
+    def check_candidates(self, roles: Iterable[Role], facts: RequestFacts) -> None:
+        """Refuses a request as `check_admission` does, regardless of room.
 
         Raises:
-            ProxyError: 503 naming the role: there is nobody.
+            ProxyError: 503 naming the role: no instance can be chosen.
         """
-        return self._roles[role].explain(facts)
+        for role in roles:
+            self._roles[role].candidates_for(facts)
+
+    def explain(
+        self, role: Role, facts: RequestFacts, beside: PairTarget | None = None, near: Collection[str] = ()
+    ) -> "RouteExplanation":
+        """Explains the decision that `acquire` would make now, regardless of room and of slow start.
+
+        Nothing is taken, and no turn of the policy is used up.
+
+        Raises:
+            ProxyError: 503 naming the role: no instance can be chosen.
+        """
+        key = None
+        if beside is not None and self._paired:
+            key = beside if isinstance(beside, Role) else pair_key(beside)
+        return self._roles[role].explain(facts, key, near)
 
     def health(self) -> dict[Role, RoleHealth]:
         """Returns the figures of each role that is needed, or that somebody has."""

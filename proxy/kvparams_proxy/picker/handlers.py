@@ -110,7 +110,7 @@ class PickHandler(RequestHandler):
         """Picks for a request that is ready to be routed."""
         if not isinstance(downstream, PickDownstream) or downstream.is_gone:
             return
-        manager = self._select_manager(inbound)
+        manager = self.select_manager(inbound)
         inbound.facts = downstream.restrict(inbound.facts, manager)
         pick = Pick(self._resources, manager, self._endpoint, inbound, downstream.owner, trace)
         downstream.pick = pick

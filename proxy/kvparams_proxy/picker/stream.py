@@ -16,9 +16,10 @@ from kvparams_proxy.picker.context import PickerContext
 from kvparams_proxy.picker.handlers import PASSED_PATHS, PickDownstream, PickHandler, pick_without_body
 from kvparams_proxy.picker.pick import Destination, Pick, PickOwner, Response
 from kvparams_proxy.picker.usage_reader import UsageReader
+from kvparams_proxy.requests.authentication import require_client
 from kvparams_proxy.requests.body import RequestBody
 from kvparams_proxy.requests.forbidden_fields import is_forbidden_header
-from kvparams_proxy.server.request_handler import Admission, require_client
+from kvparams_proxy.server.request_handler import Admission
 from kvparams_proxy.upstream.types import join_body
 
 __all__ = ["PickerStream"]

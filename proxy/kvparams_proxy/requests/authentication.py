@@ -19,10 +19,18 @@ from kvparams.signing.shared_files import FileState, file_state
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.requests.api_keys_file import KEY_BYTES, APIKeyRecord, APIKeysError, hash_api_key, read_api_keys
 
-__all__ = ["APIKeyAuthenticator", "AuthenticatedClient", "Unauthorized", "tenant_cache_salt"]
+__all__ = [
+    "APIKeyAuthenticator",
+    "AuthenticatedClient",
+    "Unauthorized",
+    "require_client",
+    "session_from_header",
+    "tenant_cache_salt",
+]
 
 _log: Final = logging.getLogger(__name__)
 _ID: Final = slice(4, 16)
+_MOST_SESSION: Final = 256
 """Where a key's id stands in it."""
 _SALT: Final = b"kvparams cache salt 1"
 _FOREVER: Final = float("inf")
@@ -148,6 +156,23 @@ def _entries(records: dict[str, APIKeyRecord]) -> dict[bytes, _ValidKey]:
         )
         for id, record in records.items()
     }
+
+
+def require_client(keys: APIKeyAuthenticator, authorization: bytes | None) -> AuthenticatedClient:
+    """Returns the client that a key belongs to.
+
+    Raises:
+        Unauthorized: the key belongs to no client.
+    """
+    client = keys.authenticate(authorization)
+    if client is None:
+        raise Unauthorized(given=authorization is not None)
+    return client
+
+
+def session_from_header(value: bytes) -> str:
+    """Returns the session that the header `x-session-id` names."""
+    return value[:_MOST_SESSION].decode("latin-1")
 
 
 def tenant_cache_salt(tenant: str, client_salt: str | None) -> str:

@@ -167,7 +167,7 @@ class CandidateAnswer(Answer):
     fetch_s: Annotated[float | None, _is("seconds for fetching")] = None
     compute_s: Annotated[float | None, _is("seconds for computing")] = None
     first_token_s: Annotated[float | None, _is("expected seconds to the first token")] = None
-    legs_seen: Annotated[int | None, _is("requests from which its speed was learnt")] = None
+    legs_seen: Annotated[int | None, _is("requests from which its speed was learned")] = None
 
 
 class RouteAnswer(Answer):
@@ -175,7 +175,7 @@ class RouteAnswer(Answer):
 
     object: Literal["route"] = "route"
     policy: str
-    role: Annotated[Role, _is("prefill, or aggregated where requests are not split")]
+    role: Annotated[Role, _is("prefill where the request is split, or the role of the engine that does all of it")]
     tokens: Annotated[int, _is("tokens of the prompt; an estimate if `estimated` is true")]
     ids: Annotated[
         Literal["client", "tokenizer", "engine", "bytes"] | None,

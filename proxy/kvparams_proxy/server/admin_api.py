@@ -82,7 +82,8 @@ def _guard(token: Secret, methods: Mapping[str, _Endpoint]) -> Callable[[Request
             if error.status == 401:
                 response.headers["www-authenticate"] = 'Bearer realm="kvparams admin"'
         except ConfigError as error:
-            refused = ProxyError(400, "invalid_request_error", str(error), code="invalid_instance")
+            code = "invalid_modes" if request.url.path == "/admin/modes" else "invalid_instance"
+            refused = ProxyError(400, "invalid_request_error", str(error), code=code)
             response = Response(refused.body(), 400, media_type="application/json")
         response.headers["cache-control"] = "no-store"
         return response

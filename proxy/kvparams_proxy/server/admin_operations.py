@@ -45,7 +45,9 @@ class AdminOperation(NamedTuple):
 
 
 _MODES: Final = OperationBody("Modes", "the modes from now on; running requests are not touched")
-_EXPLAINED: Final = OperationBody("ClientRequest", "the body of a client's request")
+_EXPLAINED: Final = OperationBody(
+    "ClientRequest", "the body of a client's request; its header x-session-id counts as the client's does"
+)
 _QUERY: Final = (
     ("path", "the endpoint of the request (default: /v1/completions)"),
     ("tenant", "the tenant of the request, if the proxy has client keys"),

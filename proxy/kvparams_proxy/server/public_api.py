@@ -18,9 +18,8 @@ from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair
 from kvparams_proxy.fleet.registry.registry import Registry
-from kvparams_proxy.requests.authentication import Unauthorized
+from kvparams_proxy.requests.authentication import Unauthorized, require_client
 from kvparams_proxy.server.admin_answers import VersionAnswer
-from kvparams_proxy.server.request_handler import require_client
 
 __all__ = ["EXCEPTION_HANDLERS", "public_routes"]
 

@@ -22,7 +22,12 @@ from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.executor import Execution
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.requests.asgi_body import read_asgi_body
-from kvparams_proxy.requests.authentication import APIKeyAuthenticator, AuthenticatedClient, Unauthorized
+from kvparams_proxy.requests.authentication import (
+    APIKeyAuthenticator,
+    AuthenticatedClient,
+    require_client,
+    session_from_header,
+)
 from kvparams_proxy.requests.body import BodyBudget, RequestBody, body_too_large_error, declared_length
 from kvparams_proxy.requests.downstream import ASGIDownstream, Downstream
 from kvparams_proxy.requests.endpoints import APIEndpoint
@@ -33,7 +38,7 @@ from kvparams_proxy.telemetry.request_record import RefusedRequest
 from kvparams_proxy.telemetry.tracing import TraceContext
 from kvparams_proxy.tokenization.service import RoutingTokens
 
-__all__ = ["ASGIRequestHandler", "Admission", "RequestHandler", "require_client"]
+__all__ = ["ASGIRequestHandler", "Admission", "RequestHandler"]
 
 _log: Final = logging.getLogger(__name__)
 _BOTH: Final = (Role.AGGREGATED,)
@@ -51,7 +56,6 @@ _UPGRADE: Final = "this server drops the body of requests with an Upgrade header
 """uvicorn 0.34 to 0.54 with httptools (uvicorn's issue 2722, httptools' 124)."""
 _SHORT_LENGTH: Final = 6
 """Digits of a Content-Length that is below any limit worth a look."""
-_MOST_SESSION: Final = 256
 _COSTLY_BYTES: Final = 1 << 20
 """To put together a longer body has taken milliseconds of this turn already."""
 
@@ -127,7 +131,7 @@ class RequestHandler:
                     error = ProxyError(400, "invalid_request_error", "there must be one Authorization header")
                 authorization = value
             elif name == b"x-session-id":
-                session = value[:_MOST_SESSION].decode("latin-1")
+                session = session_from_header(value)
             elif name in FORWARDED_HEADERS:
                 forwarded.append(b"%b: %b\r\n" % (name, value))
             elif name in PARTNER_HEADERS:
@@ -218,6 +222,18 @@ class RequestHandler:
             resources.settings.continuation,
         )
 
+    def check_model(self, model: str | None) -> None:
+        """Refuses a request whose model no engine serves.
+
+        Raises:
+            ProxyError: 404, `model_not_found`.
+        """
+        if model is not None and not self._resources.fleet.may_serve_model(model):
+            message = f"the model {model[:200]!r} is not served here; see /v1/models"
+            unknown = ProxyError(404, "not_found_error", message, param="model", code="model_not_found")
+            unknown.model = model
+            raise unknown
+
     def execute(
         self, admission: Admission, inbound: ParsedRequest, downstream: Downstream, done: Callable[[], None] | None
     ) -> None:
@@ -229,11 +245,7 @@ class RequestHandler:
         resources = self._resources
         if inbound.was_stripped:
             resources.metrics.stripped["body"] += 1
-        if (model := inbound.facts.model) is not None and not resources.fleet.may_serve_model(model):
-            message = f"the model {model[:200]!r} is not served here; see /v1/models"
-            unknown = ProxyError(404, "not_found_error", message, param="model", code="model_not_found")
-            unknown.model = model
-            raise unknown
+        self.check_model(inbound.facts.model)
         if admission.partner is not None:
             inbound.facts = inbound.facts._replace(restrictions={Role.PREFILL: admission.partner})
         trace, forwarded, authorization = None, admission.forwarded, admission.authorization
@@ -266,13 +278,13 @@ class RequestHandler:
         trace: TraceContext | None,
     ) -> None:
         """Executes a request that is ready to be routed. Arguments are as for `Execution`."""
-        manager = self._select_manager(inbound)
+        manager = self.select_manager(inbound)
         execution = Execution(
             self._resources, manager, self._endpoint, inbound, upstream, authorization, downstream, done, trace
         )
         self._resources.start_batcher.schedule(execution.run)
 
-    def _select_manager(self, inbound: ParsedRequest) -> DisaggregatedRequestManager:
+    def select_manager(self, inbound: ParsedRequest) -> DisaggregatedRequestManager:
         """Returns the manager of a request. Where one engine does both, it serves all that is not split."""
         manager = self._modes.select_manager(inbound.facts, self._endpoint.path, inbound.stream)
         return manager if self._alone is None or manager.roles == _BOTH else self._alone
@@ -396,15 +408,3 @@ class ASGIRequestHandler:
 def _set(done: asyncio.Future[None]) -> None:
     if not done.done():
         done.set_result(None)
-
-
-def require_client(keys: APIKeyAuthenticator, authorization: bytes | None) -> AuthenticatedClient:
-    """Returns the client that a key belongs to, or raises `Unauthorized`.
-
-    Raises:
-        Unauthorized: nobody's.
-    """
-    client = keys.authenticate(authorization)
-    if client is None:
-        raise Unauthorized(given=authorization is not None)
-    return client

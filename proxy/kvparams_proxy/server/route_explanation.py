@@ -1,23 +1,30 @@
 """Serves `POST /admin/explain-route`, which explains where a request would go now. The body is a client's request.
 
-It works with every policy. It sends no leg and counts no load, and it is nobody's turn. It asks an engine's `/tokenize`
-only where prompts get their ids there.
+It works with every policy. It sends no leg, counts no load and uses up no turn of the policy. It asks an engine's
+`/tokenize` only where prompts get their ids there.
 """
 
 import asyncio
+from time import perf_counter
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
 from kvparams.instances import Role
+from kvparams.routing.managers.interface import DisaggregatedRequestManager
+from kvparams.routing.plan import AcquireInstance
+from kvparams.routing.request_lifecycle import RequestLifecycle
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.plan_context import PlanContext
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.requests.asgi_body import read_asgi_body
-from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_cache_salt
+from kvparams_proxy.requests.authentication import AuthenticatedClient, session_from_header, tenant_cache_salt
 from kvparams_proxy.requests.body import RequestBody
 from kvparams_proxy.requests.endpoints import ENDPOINTS, APIEndpoint
 from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
 from kvparams_proxy.server.admin_answers import CandidateAnswer, RouteAnswer
+from kvparams_proxy.server.request_handler import RequestHandler
+from kvparams_proxy.telemetry.request_record import RequestRecord
 from kvparams_proxy.tokenization.service import RoutingTokens, TokenIdSource
 
 if TYPE_CHECKING:
@@ -38,13 +45,15 @@ async def explain_route(request: Request) -> RouteAnswer:
     if endpoint is None:
         known = ", ".join(each.path for each in ENDPOINTS if each.role is None)
         raise ProxyError(400, "invalid_request_error", f"path must be one of {known}", param="path")
+    handler: RequestHandler = request.state.generate[path]
     inbound = await _inbound(resources, endpoint, request)
+    handler.check_model(inbound.facts.model)
     prompt = await _prompt(resources, endpoint, inbound)
     facts = inbound.facts
     if prompt is not None:
         facts = facts._replace(routing_ids=prompt.ids, prompt_tokens=prompt.tokens or facts.prompt_tokens)
-    role = Role.PREFILL if resources.fleet.has_candidates(Role.PREFILL, facts.model) else Role.AGGREGATED
-    explained = resources.fleet.explain(role, facts)
+        inbound.facts = facts
+    role, explained = _explain(resources, endpoint, inbound, handler.select_manager(inbound))
     by_client = facts.token_ids is not None or facts.routing_ids is not None
     source = prompt.source if prompt is not None else TokenIdSource.CLIENT if by_client else None
     by_cache, stats = explained.by_cache, None
@@ -64,6 +73,31 @@ async def explain_route(request: Request) -> RouteAnswer:
     )
 
 
+def _explain(
+    resources: ExecutionResources, endpoint: APIEndpoint, inbound: ParsedRequest, manager: DisaggregatedRequestManager
+) -> "tuple[Role, RouteExplanation]":
+    """Explains the choice that costs most: of the prefill instance where the plan begins with a split request.
+
+    Raises:
+        ProxyError: as the proxy would answer the request.
+    """
+    facts = inbound.facts
+    resources.fleet.check_candidates(manager.roles, facts)
+    life = RequestLifecycle(perf_counter)
+    record = RequestRecord(facts, endpoint.path, inbound.stream, life, (), None)
+    plan = manager.legs(facts, PlanContext(resources, endpoint, inbound, life, record, b"", None))
+    step = next(plan)
+    plan.close()
+    if not isinstance(step, AcquireInstance):
+        raise ProxyError(400, "invalid_request_error", "the manager of this request chooses its instances itself")
+    explained = resources.fleet.explain(step.role, facts, step.paired_with, step.prefer)
+    if step.prefer and explained.chosen.id not in step.prefer:  # the plan splits the request then
+        return Role.PREFILL, resources.fleet.explain(Role.PREFILL, facts, Role.DECODE)
+    if step.paired_with is not Role.PREFILL:
+        return step.role, explained
+    return Role.PREFILL, resources.fleet.explain(Role.PREFILL, facts, explained.chosen)
+
+
 async def _inbound(resources: ExecutionResources, endpoint: APIEndpoint, request: Request) -> ParsedRequest:
     limits = resources.settings.body
     try:
@@ -74,7 +108,8 @@ async def _inbound(resources: ExecutionResources, endpoint: APIEndpoint, request
     client = None if tenant is None else AuthenticatedClient("", tenant, 0, tenant_cache_salt(tenant, None))
     name = resources.new_id()
     kept = resources.token_service is not None
-    steps = parse_request_in_steps(endpoint.kind, body, name, name, limits, client, keep_document=kept)
+    session = session_from_header(request.headers.get("x-session-id", "").encode("latin-1"))
+    steps = parse_request_in_steps(endpoint.kind, body, name, name, limits, client, session, keep_document=kept)
     return await resources.step_runner.complete(steps)
 
 

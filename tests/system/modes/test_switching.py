@@ -76,6 +76,7 @@ async def test_what_cannot_be_used_changes_nothing(staged: StartMode) -> None:
         got = await admin.put("/admin/modes", json={"modes": modes}, headers=HEADERS)
         assert got.status_code == 400
         assert said in got.json()["error"]["message"]
+        assert got.json()["error"]["code"] == "invalid_modes"
     assert (await admin.put("/admin/modes", json={"modes": []})).status_code == 401
     assert (await admin.get("/admin/modes", headers=HEADERS)).json() == before
 

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,12 +64,27 @@ async def test_it_tells_that_the_event_loop_is_alive_until_it_is_closed(systemd:
     assert received(systemd) == []
 
 
+async def test_a_tiny_interval_does_not_keep_the_event_loop_busy(systemd: socket.socket) -> None:
+    notifier = ServiceNotifier.from_environment({"NOTIFY_SOCKET": systemd.getsockname(), "WATCHDOG_USEC": "1"})
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    notifier.ready("x")
+    found: list[str] = []
+    await until(lambda: found.extend(received(systemd)) or found.count("WATCHDOG=1") >= 6)
+    notifier.close()
+    assert loop.time() - began >= 5 * 0.01
+
+
 @pytest.mark.parametrize(
     "environment",
     [
         {"WATCHDOG_USEC": "20000", "WATCHDOG_PID": "1"},
         {"WATCHDOG_USEC": "0"},
         {"WATCHDOG_USEC": "soon"},
+        {"WATCHDOG_USEC": "1" * 16},
+        {"WATCHDOG_USEC": "1" * 400},
+        {"WATCHDOG_USEC": "1" * 5000},
+        {"WATCHDOG_USEC": "\u0661\u0662"},
         {},
     ],
 )
@@ -96,3 +112,19 @@ def test_a_socket_that_is_gone_is_told_once(tmp_path: Path, caplog: pytest.LogCa
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "systemd cannot be told the state of this process"
     ]
+
+
+async def test_a_state_that_finds_no_room_is_sent_once_more(
+    systemd: socket.socket, caplog: pytest.LogCaptureFixture
+) -> None:
+    notifier = ServiceNotifier(systemd.getsockname())
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+        other.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                other.sendto(b"x", systemd.getsockname())
+    notifier.ready("a")
+    found = received(systemd)
+    assert "READY=1\nSTATUS=a" not in found, "or there was room"
+    await until(lambda: "READY=1\nSTATUS=a" in received(systemd))
+    assert not caplog.records

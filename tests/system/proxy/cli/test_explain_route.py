@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvparams.jsontext.document import JSONLimits
+from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams_proxy.cli.explain_route_command import COMMAND
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
@@ -33,7 +34,10 @@ async def aware(stub: StubEngines, proxy: StartProxy) -> Proxy:
     )
 
 
-async def explain(running: Proxy, body: Any, path: str = "", expect: int = 200, **headers: str) -> Any:
+async def explain(
+    running: Proxy, body: Any, path: str = "", expect: int = 200, session: str = "", **headers: str
+) -> Any:
+    headers |= {"x-session-id": session} if session else {}
     answer = await running.client.post(f"/admin/explain-route{path}", json=body, headers=ADMIN | headers)
     assert answer.status_code == expect, answer.text
     check_answer("POST", "/admin/explain-route", answer)
@@ -167,4 +171,74 @@ async def test_the_command_shows_loads_where_the_policy_ignores_caches(
     said = capsys.readouterr().out
     assert "prefill-0: chosen by round_robin among 2 candidates; it has 0 requests in flight" in said
     assert "->prefill-0" in said
-    assert "its token ids are unknown" in said
+    assert "about 8 tokens, estimated" in said
+    assert "chosen by load" not in said, "the policy takes turns"
+
+
+async def test_the_active_modes_decide_which_engine_is_explained(stub: StubEngines, proxy: StartProxy) -> None:
+    running = await proxy(*urls(stub), policy="session_affinity", admin_token=Secret("secret"))
+    body = {"model": "stub", "prompt": PROMPT, "max_tokens": 4}
+    assert (await explain(running, body))["role"] == "prefill"
+
+    async def change(method: str, path: str, document: Any) -> None:
+        answer = await running.client.request(method, path, json=document, headers=ADMIN)
+        assert answer.is_success, answer.text
+
+    await change("PUT", "/admin/modes", {"modes": [{"use": "aggregated"}]})
+    assert "no aggregated instance is configured" in await explain(running, body, expect=503)
+    await change("POST", "/admin/instances", {"id": "a0", "url": stub.engines[0].url, "role": "aggregated"})
+    found = await explain(running, body)
+    assert (found["role"], found["chosen"]) == ("aggregated", "a0")
+    await change("PUT", "/admin/modes", {"modes": [{"use": "conditional", "options": {"remote_tokens": 5000}}]})
+    assert (await explain(running, body))["role"] == "decode", "a short prompt stays with decode"
+    modes = [{"use": "aggregated", "priority": 1, "when": {"session": ["s"]}}, {"use": "prefill_then_decode"}]
+    await change("PUT", "/admin/modes", {"modes": modes})
+    assert (await explain(running, body))["role"] == "prefill"
+    assert (await explain(running, body, session="s"))["role"] == "aggregated"
+
+
+async def test_the_session_decides_as_it_does_for_a_client(stub: StubEngines, proxy: StartProxy) -> None:
+    running = await proxy(*urls(stub), policy="session_affinity", admin_token=Secret("secret"))
+    body = {"model": "stub", "prompt": PROMPT, "max_tokens": 4}
+    chosen: set[str] = set()
+    for number in range(8):
+        session = f"session-{number}"
+        found = await explain(running, body, session=session)
+        answer = await running.client.post("/v1/completions", json=body, headers={"x-session-id": session})
+        assert found["chosen"] == answer.headers["x-kvparams-prefill"]
+        chosen.add(found["chosen"])
+    assert chosen == {"prefill-0", "prefill-1"}, "or the session decides nothing"
+
+
+async def test_a_request_that_would_be_refused_is_refused_for_the_same_reason(
+    stub: StubEngines, proxy: StartProxy
+) -> None:
+    running = await proxy(*urls(stub), policy="least_load", admin_token=Secret("secret"))
+
+    async def both(body: Any, status: int) -> str:
+        answer = await running.client.post("/v1/completions", json=body)
+        assert answer.status_code == status, answer.text
+        said = await explain(running, body, expect=status)
+        assert said == answer.json()["error"]["message"]
+        return said
+
+    body = {"model": "stub", "prompt": PROMPT, "max_tokens": 4}
+    assert "'nope' is not served here" in await both(body | {"model": "nope"}, 404)
+    for name in ("prefill-0", "prefill-1"):
+        answer = await running.client.post(f"/admin/instances/{name}/drain", headers=ADMIN)
+        assert answer.is_success, answer.text
+    assert "the 2 ready prefill instances are being drained" in await both(body, 503)
+
+
+async def test_a_prompt_that_a_decode_engine_has_cached_is_explained_there(
+    stub: StubEngines, proxy: StartProxy
+) -> None:
+    modes = (ManagerMode("conditional", options={"remote_tokens": 100}),)
+    running = await proxy(*urls(stub), policy="cache_aware", admin_token=Secret("secret"), modes=modes)
+    body = {"model": "stub", "prompt": PROMPT, "max_tokens": 4}
+    assert (await explain(running, body))["role"] == "prefill"
+    first = await running.client.post("/v1/completions", json=body)
+    found = await explain(running, body)
+    assert (found["role"], found["chosen"]) == ("decode", first.headers["x-kvparams-decode"])
+    second = await running.client.post("/v1/completions", json=body)
+    assert (second.headers["x-kvparams-decode"], "x-kvparams-prefill" in second.headers) == (found["chosen"], False)

@@ -68,6 +68,13 @@ def test_the_doctor_keeps_a_store_that_exists(tmp_path: Path) -> None:
     assert (tmp_path / "store").stat().st_ino == inode
 
 
+def test_an_empty_file_is_empty_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kv").write_bytes(b"")
+    main(["doctor", f"file://{tmp_path}/kv?size=64MiB"])
+    assert "ok" in capsys.readouterr().out
+    assert (tmp_path / "kv").stat().st_size == 0
+
+
 def test_a_store_that_cannot_be_created_leaves_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", f"file://{tmp_path}/store?size=1KiB"]) == 1
     assert "ERROR" in capsys.readouterr().out

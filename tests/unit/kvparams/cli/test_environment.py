@@ -1,6 +1,7 @@
 """Tests the environment variables of options: their names, their values, and what is said about wrong ones."""
 
 import argparse
+from pathlib import Path
 
 import pytest
 
@@ -138,11 +139,12 @@ def test_the_variables_of_a_kubernetes_service_are_no_settings(
     ]
 
 
-def test_every_option_of_every_command_has_a_variable_of_its_own_name() -> None:
+def test_every_option_of_commands_that_serve_has_a_variable_of_its_own_name() -> None:
     parser, _ = make_parser(None)
     found = option_variables(parser._actions)  # pyright: ignore[reportPrivateUsage]
-    assert {"KVPARAMS_PREFILL", "KVPARAMS_QUEUE_WAIT", "KVPARAMS_ADMIN_TOKEN_FILE", "KVPARAMS_SIZES"} <= found.keys()
+    assert {"KVPARAMS_PREFILL", "KVPARAMS_QUEUE_WAIT", "KVPARAMS_ENGINE", "KVPARAMS_GRPC_PORT"} <= found.keys()
     assert not {"KVPARAMS_HELP", "KVPARAMS_VERSION", "KVPARAMS_CHECK"} & found.keys()
+    assert not {"KVPARAMS_SIZES", "KVPARAMS_TENANT", "KVPARAMS_PROMPT"} & found.keys(), "those of other commands"
     for name, action in found.items():
         assert name in {variable_name(option) for option in action.option_strings}
         assert action.nargs in (None, 0), f"{name}: a value is one text, or several separated by spaces"
@@ -152,7 +154,7 @@ def test_every_option_of_every_command_has_a_variable_of_its_own_name() -> None:
 def test_the_command_reads_them_and_names_them(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("PORT", "x"), ("PREFILL", "http://a:1 b"), ("PROT", "8100"), ("TENANT", "of another command")):
+    for name, value in (("PORT", "x"), ("PREFILL", "http://a:1 b"), ("PROT", "8100"), ("ENGINE", "of a sidecar")):
         monkeypatch.setenv(f"KVPARAMS_{name}", value)
     assert main(["proxy", "--decode", "c"]) == 2
     assert capsys.readouterr().err.splitlines() == [
@@ -161,3 +163,22 @@ def test_the_command_reads_them_and_names_them(
         "kvparams proxy: KVPARAMS_PREFILL number 2: [NAME=]URL must be http://host:port or https://host:port",
         "kvparams proxy: --decode number 1: [NAME=]URL must be http://host:port or https://host:port",
     ]
+
+
+def test_commands_that_do_not_serve_read_no_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("ENGINE", "DIALECT", "TENANT", "PROMPT", "ROLE"):
+        monkeypatch.setenv(f"KVPARAMS_{name}", "x")
+    (tmp_path / "document").write_text("{}")
+    (tmp_path / "token").write_text("t")
+    main(["validate", str(tmp_path / "document")])
+    assert "must be one of" not in capsys.readouterr().err
+    assert main(["explain-route", "http://127.0.0.1:1", "--admin-token-file", str(tmp_path / "token")]) == 2
+    said = capsys.readouterr().err
+    assert "give --request FILE or --prompt TEXT" in said
+    assert "KVPARAMS_PROMPT sets no option and has no effect" in said
+    assert "KVPARAMS_ENGINE" not in said, "it is one of the sidecar"
+    with pytest.raises(SystemExit):
+        main(["keys", "create", str(tmp_path / "keys")])
+    assert "--tenant" in capsys.readouterr().err

@@ -52,6 +52,12 @@ def refused(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
         (("proxy", *ENGINES, "--connector", "NixlConnector"), "store-meet; did you mean nixl?"),
         (("proxy", *ENGINES, "--connector", "MooncakeConnector"), "store-meet; did you mean mooncake?"),
         (("proxy", *ENGINES, "--connector", "KVParamsConnectorV1"), "store-meet; did you mean store?"),
+        (("proxy", *ENGINES, "--connector", "MooncakeStoreConnector"), "store-meet; did you mean content?"),
+        (("proxy", *ENGINES, "--connector", "LMCacheConnectorV1"), "store-meet; did you mean content?"),
+        (("proxy", *ENGINES, "--connector", "NixlConector"), "store-meet; did you mean nixl?"),
+        (("proxy", "--verison"), "kvparams proxy: no option --verison; did you mean --version? see "),
+        (("proxy", "--prefill", "htp://a:1"), "https://host:port; did you mean http://a:1?"),
+        (("proxy", "--prefill", "https//a:1"), "https://host:port; did you mean https://a:1?"),
         (("proxy", *ENGINES, "--connector", "nixxl"), "store-meet; did you mean nixl?"),
         (("proxy", *ENGINES, "--policy", "round-robin"), "did you mean round_robin?"),
         (("proxy", "--prefill", "10.0.0.1:8000"), "did you mean http://10.0.0.1:8000?"),
@@ -78,6 +84,18 @@ def test_a_mistake_is_one_line_with_what_was_meant(
     argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert said in refused(*argv, capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("proxy", *ENGINES, "--connector", "OtherConnector"),
+        ("proxy", "--prefill", "tcp://a:1"),
+        ("proxy", "--prefill", "htp://user:password@a:1"),
+    ],
+)
+def test_what_resembles_nothing_gets_no_hint(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean" not in refused(*argv, capsys=capsys)
 
 
 def test_a_value_that_looks_like_an_option_is_a_value(capsys: pytest.CaptureFixture[str]) -> None:

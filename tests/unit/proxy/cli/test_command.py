@@ -84,6 +84,29 @@ def test_a_prefill_engine_that_is_the_decode_engine_too_is_noted(tmp_path: Path)
     (note,) = asked("--prefill", "http://h:1", "--decode", "http://h:1/", "--decode", "http://h:2").notes
     assert note.startswith("WARNING: prefill-0 and decode-0 have the same URL http://h:1; ")
     assert asked("--aggregated", "http://h:1", "--decode", "http://h:2", "--prefill", "http://h:3").notes == ()
+    for other in ("HTTP://H:80", "http://h:80", "http://h"):
+        (note,) = asked("--prefill", "http://h", "--decode", other).notes
+        assert "have the same URL" in note, other
+    assert asked("--prefill", "http://h", "--decode", "https://h").notes == ()
+
+
+def test_an_engine_that_is_given_twice_is_noted() -> None:
+    (note,) = asked("--prefill", "http://h:1", "--prefill", "http://H:1", "--decode", "http://h:2").notes
+    assert note == "WARNING: prefill-0 and prefill-1 are the same prefill engine http://H:1; remove one"
+
+
+@pytest.mark.parametrize(
+    "text", ["root:$y$SECRET:1:0:::\n", "SECRET: 1\n", "SECRET: 1\nSECRET: 2\n", "s" * 33 + ": 1\n"]
+)
+def test_a_file_that_is_no_fleet_file_is_not_repeated(text: str, tmp_path: Path) -> None:
+    (tmp_path / "shadow").write_text(text)
+    said = problems("--config", str(tmp_path / "shadow"))
+    assert ("SECRET" in said, "sss" in said) == (False, False)
+    assert "a key" in said
+    (tmp_path / "shadow").write_text("instance: []")
+    assert "instance is not known here" in problems("--config", str(tmp_path / "shadow")).replace(
+        "instance:", "instance"
+    )
 
 
 def test_engines_may_have_names() -> None:
