@@ -2,30 +2,10 @@
 
 `seal` writes the header in front of a payload that already stands in the buffer; `verify` says whether a buffer holds
 exactly the page that was asked for. With keys (`kvparams.page_auth`) it carries a tag that only their owners can make:
-a checksum finds accidents, a tag attackers. A page must not reach a model before `verify` has returned None.
-
-    offset  bytes  field (little-endian)
-         0      4  magic "KVPG"
-         4      2  version: 1
-         6      2  header bytes: 256
-         8      4  flags: 0, or how the tag is made: 0x100 HMAC-SHA256, 0x200 AES-256-GMAC; others are refused
-        12      4  tokens in this page
-        16     16  layers from, to, KV heads from, to (u32 each, ends excluded)
-        32      8  payload bytes
-        40      8  XXH3-64 of the payload
-        48     32  digest of the namespace
-        80     32  chain of the page
-       112      8  with a tag: id of its key; else zero
-       120     32  with a tag: random bytes; else zero
-       152     16  with a tag: the tag; else zero
-       168     80  zero
-       248      8  XXH3-64 of bytes 0..247
-
-The tag covers bytes 0..39, 48..151 and 168..247 of the header and then the payload: everything but itself and the two
-checksums, which follow from the rest.
+a checksum finds accidents, a tag attackers. A page must not reach a model before `verify` has returned None. The layout
+of the header is in `kvparams.page_layout`.
 """
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hmac import compare_digest
@@ -35,13 +15,26 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvparams.keys import KVShard, Namespace, Page
 from kvparams.page_auth import PAGE_AUTH_METHODS, TenantPageAuthKeys
+from kvparams.page_layout import (
+    CHECKED_BYTES,
+    CHECKSUM,
+    COVERED,
+    FIELDS,
+    HEADER_BYTES,
+    MAGIC,
+    PAYLOAD_CHECKSUM_AT,
+    TAG_AT,
+    UNUSED_AT,
+    VERSION,
+    WHOLE,
+    HeaderTemplate,
+)
 
 __all__ = [
     "HEADER_BYTES",
     "PAGE_REFUSAL_REASONS",
     "REASONS_USABLE_BY_OTHERS",
     "HeaderClaim",
-    "HeaderTemplate",
     "PageIdentity",
     "PageRefusal",
     "PageRefusalReason",
@@ -54,9 +47,6 @@ __all__ = [
     "verify",
     "verify_detached",
 ]
-
-HEADER_BYTES: Final = 256
-"""Bytes in front of the payload."""
 
 PageRefusalReason = Literal[
     "torn",  # fewer or more bytes than the page has
@@ -91,19 +81,6 @@ PAGE_REFUSAL_REASONS: Final[tuple[PageRefusalReason, ...]] = (
 REASONS_USABLE_BY_OTHERS: Final[frozenset[PageRefusalReason]] = frozenset({"version", "locked"})
 """Reasons that lie with the reader: with a newer build or another key the page may be good, so it is no reader's to
 delete. All others say that it is good for nobody, or must not be trusted."""
-
-_MAGIC: Final = b"KVPG"
-_VERSION: Final = 1
-_FIELDS: Final = struct.Struct("<4sHHI5IQQ32s32s8s32s16s80x")
-_WHOLE: Final = struct.Struct(f"{HEADER_BYTES}s")
-_CHECKSUM: Final = struct.Struct("<Q")
-_CHECKED_BYTES: Final = HEADER_BYTES - _CHECKSUM.size
-_PAYLOAD_CHECKSUM_AT: Final = 40
-_CHAIN_AT: Final = 80
-_TAG_AT: Final = 152
-_UNUSED_AT: Final = 168
-_COVERED: Final = (slice(0, 40), slice(48, _TAG_AT), slice(_UNUSED_AT, _CHECKED_BYTES))
-"""What the tag covers of the header; the payload comes after it."""
 _NO_KEY: Final = (bytes(8), bytes(32))
 """The id of the key and the random bytes of a page without a tag."""
 
@@ -192,14 +169,14 @@ def seal_detached(
         )
     checksum = _checksum(pieces) if payload_checksum is None else payload_checksum
     if keys is None:
-        _WHOLE.pack_into(header, 0, unsealed_header(identity))
+        WHOLE.pack_into(header, 0, unsealed_header(identity))
         complete_header(header, checksum)
         return
     key_id, salt = keys.key_id, keys.new_salt()
-    _WHOLE.pack_into(header, 0, _header(identity, keys.flags, checksum, key_id, salt))
-    covered = [*(header[part] for part in _COVERED), *pieces]
-    header[_TAG_AT:_UNUSED_AT] = keys.tag(keys.flags, key_id, salt, covered)
-    _CHECKSUM.pack_into(header, _CHECKED_BYTES, xxh3_64_intdigest(header[:_CHECKED_BYTES]))
+    WHOLE.pack_into(header, 0, _header(identity, keys.flags, checksum, key_id, salt))
+    covered = [*(header[part] for part in COVERED), *pieces]
+    header[TAG_AT:UNUSED_AT] = keys.tag(keys.flags, key_id, salt, covered)
+    CHECKSUM.pack_into(header, CHECKED_BYTES, xxh3_64_intdigest(header[:CHECKED_BYTES]))
 
 
 def unsealed_header(identity: PageIdentity) -> bytes:
@@ -217,16 +194,16 @@ def complete_header(header: memoryview | bytearray, payload_checksum: int) -> No
         header: `HEADER_BYTES` writable bytes, which begin as `unsealed_header`.
         payload_checksum: XXH3-64 of the payload.
     """
-    _CHECKSUM.pack_into(header, _PAYLOAD_CHECKSUM_AT, payload_checksum)
-    _CHECKSUM.pack_into(header, _CHECKED_BYTES, xxh3_64_intdigest(header[:_CHECKED_BYTES]))
+    CHECKSUM.pack_into(header, PAYLOAD_CHECKSUM_AT, payload_checksum)
+    CHECKSUM.pack_into(header, CHECKED_BYTES, xxh3_64_intdigest(header[:CHECKED_BYTES]))
 
 
 def _header(identity: PageIdentity, flags: int, payload_checksum: int, key_id: bytes, salt: bytes) -> bytes:
     """Returns a header without its tag and its own checksum."""
     part = identity.shard
-    return _FIELDS.pack(
-        _MAGIC,
-        _VERSION,
+    return FIELDS.pack(
+        MAGIC,
+        VERSION,
         HEADER_BYTES,
         flags,
         identity.tokens,
@@ -295,45 +272,9 @@ def verify_detached(
     """
     if keys is None and payload.nbytes == expected.payload_bytes:
         payload_checksum = _checksum((payload,)) if payload_checksum is None else payload_checksum
-        if HeaderTemplate(expected).expected_checksum(header, expected.chain) == payload_checksum:
+        if HeaderTemplate(unsealed_header(expected)).expected_checksum(header, expected.chain) == payload_checksum:
             return None
     return _refusal(header, payload, expected, keys, payload_checksum)
-
-
-class HeaderTemplate:
-    """A `HeaderTemplate` holds what the headers of alike pages have in common.
-
-    These pages have no tag, and differ in their chain and their payload only.
-    """
-
-    def __init__(self, identity: PageIdentity) -> None:
-        """Takes any of these pages.
-
-        Args:
-            identity: of the page; its chain does not matter.
-        """
-        header = unsealed_header(identity)
-        self._front: Final = header[:_PAYLOAD_CHECKSUM_AT]
-        self._namespace: Final = header[_PAYLOAD_CHECKSUM_AT + 8 : _CHAIN_AT]
-        self._back: Final = header[_CHAIN_AT + 32 : _CHECKED_BYTES]
-
-    def expected_checksum(self, header: memoryview, chain: bytes) -> int | None:
-        """Returns the checksum that a payload must have for the page to be the one of this chain.
-
-        None: the header is not that of this page; `verify_detached` says why. For callers that compute the checksum
-        while they copy the payload.
-        """
-        raw = header.tobytes()
-        if (
-            raw[_CHAIN_AT : _CHAIN_AT + 32] != chain
-            or not raw.startswith(self._front)
-            or raw[_PAYLOAD_CHECKSUM_AT + 8 : _CHAIN_AT] != self._namespace
-            or raw[_CHAIN_AT + 32 : _CHECKED_BYTES] != self._back
-            or raw[_CHECKED_BYTES:] != _CHECKSUM.pack(xxh3_64_intdigest(raw[:_CHECKED_BYTES]))
-        ):
-            return None
-        (checksum,) = _CHECKSUM.unpack_from(raw, _PAYLOAD_CHECKSUM_AT)
-        return checksum
 
 
 def _refusal(
@@ -358,7 +299,7 @@ def _refusal(
         key_id,
         salt,
         tag,
-    ) = _FIELDS.unpack_from(header, 0)
+    ) = FIELDS.unpack_from(header, 0)
     refusal = _format_refusal(header, magic, version, header_bytes, flags) or _key_refusal(keys, flags, key_id)
     if refusal is not None:
         return refusal
@@ -376,7 +317,7 @@ def _refusal(
     if checksum != (_checksum((payload,)) if payload_checksum is None else payload_checksum):
         return PageRefusal("flipped_payload", "the payload's checksum does not fit")
     if keys is not None:
-        good = keys.tag(flags, key_id, salt, [*(header[covered] for covered in _COVERED), payload])
+        good = keys.tag(flags, key_id, salt, [*(header[covered] for covered in COVERED), payload])
         if not compare_digest(tag, good):
             return PageRefusal("forged", "its tag does not fit: no owner of the key has written this")
     return None
@@ -386,12 +327,12 @@ def _format_refusal(
     header: memoryview, magic: bytes, version: int, header_bytes: int, flags: int
 ) -> PageRefusal | None:
     """Returns why a header is none of this format, or is damaged."""
-    if magic != _MAGIC:
-        return PageRefusal("malformed", f"it starts with {magic!r}, not with {_MAGIC!r}")
-    if version != _VERSION:
-        return PageRefusal("version", f"page format version {version}; this build reads {_VERSION}")
-    (header_checksum,) = _CHECKSUM.unpack_from(header, _CHECKED_BYTES)
-    if header_checksum != xxh3_64_intdigest(header[:_CHECKED_BYTES]):
+    if magic != MAGIC:
+        return PageRefusal("malformed", f"it starts with {magic!r}, not with {MAGIC!r}")
+    if version != VERSION:
+        return PageRefusal("version", f"page format version {version}; this build reads {VERSION}")
+    (header_checksum,) = CHECKSUM.unpack_from(header, CHECKED_BYTES)
+    if header_checksum != xxh3_64_intdigest(header[:CHECKED_BYTES]):
         return PageRefusal("flipped_header", "the header's checksum does not fit")
     if header_bytes != HEADER_BYTES or flags not in (0, *PAGE_AUTH_METHODS.values()):
         return PageRefusal("version", f"header of {header_bytes} bytes with flags {flags:#x}: neither is known here")
@@ -429,8 +370,8 @@ def read_claim(buffer: memoryview) -> HeaderClaim:
     if buffer.nbytes < HEADER_BYTES:
         raise ValueError(f"{buffer.nbytes} bytes are fewer than a header has")
     (magic, version, header_bytes, flags, tokens, *part, payload_bytes, _, namespace, chain, key_id, _, _) = (
-        _FIELDS.unpack_from(buffer, 0)
+        FIELDS.unpack_from(buffer, 0)
     )
-    if (magic, version, header_bytes) != (_MAGIC, _VERSION, HEADER_BYTES):
-        raise ValueError(f"it does not start as a page of format version {_VERSION} does")
+    if (magic, version, header_bytes) != (MAGIC, VERSION, HEADER_BYTES):
+        raise ValueError(f"it does not start as a page of format version {VERSION} does")
     return HeaderClaim(PageIdentity(namespace, chain, tokens, KVShard(*part), payload_bytes), flags, key_id)

@@ -6,7 +6,8 @@ A page is pinned from before it is verified until it is written, so nothing chan
 from collections.abc import Sequence
 from typing import Final
 
-from kvparams.pages import HEADER_BYTES, HeaderTemplate
+from kvparams.page_layout import HEADER_BYTES, HeaderTemplate
+from kvparams.pages import unsealed_header
 from kvparams_connectors.jobs import Job
 from kvparams_connectors.store import Result, ResultCode
 from kvparams_connectors.transfer.page_pipeline import PagePipeline
@@ -102,7 +103,7 @@ class InPlaceLoad:
         template = self._templates.get(where.tokens)
         if template is None:
             identity = self._plan.identity(self._plan.parts(page).start)
-            template = self._templates[where.tokens] = HeaderTemplate(identity)
+            template = self._templates[where.tokens] = HeaderTemplate(unsealed_header(identity))
         return template.expected_checksum(view[:HEADER_BYTES], where.chain)
 
     def _refusal(self, page: int, values: Sequence[PinnedValue | None]) -> ResultCode | RefusedPage | None:

@@ -13,7 +13,8 @@ from kvparams_proxy.picker.pick import Pick, PickOwner
 from kvparams_proxy.requests.downstream import Downstream, DownstreamObserver
 from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.requests.intake import ParsedRequest
-from kvparams_proxy.server.request_handler import Admission, RequestHandler
+from kvparams_proxy.server.admission import Admission
+from kvparams_proxy.server.request_handler import RequestHandler
 from kvparams_proxy.telemetry.tracing import TraceContext
 
 __all__ = ["PASSED_PATHS", "PickDownstream", "PickHandler", "pick_without_body"]

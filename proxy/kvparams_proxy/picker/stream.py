@@ -19,7 +19,7 @@ from kvparams_proxy.picker.usage_reader import UsageReader
 from kvparams_proxy.requests.authentication import require_client
 from kvparams_proxy.requests.body import RequestBody
 from kvparams_proxy.requests.forbidden_fields import is_forbidden_header
-from kvparams_proxy.server.request_handler import Admission
+from kvparams_proxy.server.admission import Admission
 from kvparams_proxy.upstream.types import join_body
 
 __all__ = ["PickerStream"]

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.requests.body import BodyBudget, RequestBody
 from kvparams_proxy.requests.downstream import Downstream, DownstreamObserver
-from kvparams_proxy.server.request_handler import Admission
+from kvparams_proxy.server.admission import Admission
 from kvparams_proxy.server.response_writer import ResponseConnection, ResponseWriter
 
 __all__ = ["DIRECT_ENDPOINTS_KEY", "DirectDownstream", "DirectEndpoint"]

@@ -7,13 +7,12 @@ body is read.
 import asyncio
 import logging
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
 
 from starlette.types import Receive, Scope, Send
 
-from kvparams.instances import InstanceRestriction, Role
+from kvparams.instances import Role
 from kvparams.routing.managers.aggregated import Aggregated
 from kvparams.routing.managers.interface import DisaggregatedRequestManager
 from kvparams_proxy.errors import ProxyError
@@ -33,12 +32,13 @@ from kvparams_proxy.requests.downstream import ASGIDownstream, Downstream
 from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.requests.forbidden_fields import FORWARDED_HEADERS, is_safe_request_id
 from kvparams_proxy.requests.intake import ParsedRequest, parse_request, parse_request_in_steps
+from kvparams_proxy.server.admission import Admission
 from kvparams_proxy.server.prefill_partners import PARTNER_HEADERS, PrefillPartners
 from kvparams_proxy.telemetry.request_record import RefusedRequest
 from kvparams_proxy.telemetry.tracing import TraceContext
 from kvparams_proxy.tokenization.service import RoutingTokens
 
-__all__ = ["ASGIRequestHandler", "Admission", "RequestHandler"]
+__all__ = ["ASGIRequestHandler", "RequestHandler"]
 
 _log: Final = logging.getLogger(__name__)
 _BOTH: Final = (Role.AGGREGATED,)
@@ -58,24 +58,6 @@ _SHORT_LENGTH: Final = 6
 """Digits of a Content-Length that is below any limit worth a look."""
 _COSTLY_BYTES: Final = 1 << 20
 """To put together a longer body has taken milliseconds of this turn already."""
-
-
-@dataclass(slots=True)
-class Admission:
-    """The admission of a request, or the reason to refuse it."""
-
-    request_id: str
-    transfer_id: str
-    forwarded: list[bytes]
-    """Header lines for the engines."""
-    authorization: bytes | None
-    """For engines that have no key of their own."""
-    client: AuthenticatedClient | None
-    error: ProxyError | None
-    session_id: str = ""
-    """What the client calls its conversation; no engine hears it."""
-    partner: InstanceRestriction | None = None
-    """The prefill instance that an endpoint picker has chosen."""
 
 
 class RequestHandler:

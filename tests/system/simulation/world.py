@@ -26,11 +26,11 @@ from kvparams_proxy.requests.authentication import tenant_cache_salt
 from kvparams_proxy.requests.body import BodyBudget
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.server import app as proxy_app
+from kvparams_proxy.server.admission import Admission
 from kvparams_proxy.server.connections import ClientConnections, ConnectionLimits
 from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
 from kvparams_proxy.server.http_protocol import HTTPProtocol
 from kvparams_proxy.server.http_server import ProxyServer, ServerSettings
-from kvparams_proxy.server.request_handler import Admission
 from kvparams_proxy.sidecar.inprocess import InProcessUpstream
 from kvparams_proxy.upstream.interface import Upstream
 from kvparams_proxy.upstream.types import UpstreamLimits

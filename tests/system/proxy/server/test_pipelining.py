@@ -14,9 +14,9 @@ from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.requests.body import BodyBudget
 from kvparams_proxy.requests.downstream import Downstream
 from kvparams_proxy.server import http_parser
+from kvparams_proxy.server.admission import Admission
 from kvparams_proxy.server.connections import ClientConnections, ConnectionLimits
 from kvparams_proxy.server.http_protocol import HTTPProtocol, ServerContext
-from kvparams_proxy.server.request_handler import Admission
 from tests.support.proxy.fixtures import Proxy
 from tests.support.stub_engine import StubEngines
 from tests.support.waiting import until
