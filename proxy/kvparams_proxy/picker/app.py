@@ -30,7 +30,7 @@ from kvparams_proxy.server.public_api import EXCEPTION_HANDLERS, public_routes
 __all__ = ["create_picker_app"]
 
 _GRACE_S: Final = 1.0
-"""The server has waited for running requests before; see `ServerSettings.grace_s`."""
+"""Streams that run go on for so long when the picker ends: their requests and responses are the data plane's."""
 
 
 def create_picker_app(settings: Settings, picker: PickerSettings) -> Starlette:

@@ -127,6 +127,14 @@ class Pick:
         self._waits = False
         self._refuse(error)
 
+    def forget_body(self) -> None:
+        """Forgets the body, which nothing needs once the data plane has it: a response may take long."""
+        self.inbound.body = b""
+        self.inbound.document = None
+        self.inbound.member_spans = {}
+        self.inbound.changes = {}
+        self.inbound.sampling_spans = None
+
     # the response, as the data plane reports it
 
     def alternatives(self, count: int) -> list[Instance]:

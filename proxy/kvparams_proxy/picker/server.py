@@ -24,6 +24,9 @@ _MESSAGE_BYTES: Final = 64 << 20
 """A whole body comes in one message where the data plane buffers it."""
 _PING_MS: Final = 500
 """The shortest time between two pings of a data plane that the server takes for well-meant."""
+_KEEPALIVE_MS: Final = 10_000
+_KEEPALIVE_TIMEOUT_MS: Final = 5_000
+"""A connection that does not answer a ping for so long is closed."""
 _SPLIT: Final = frozenset((Role.PREFILL, Role.DECODE))
 _grpc: Final[Any] = grpc
 _aio: Final[Any] = aio
@@ -57,6 +60,9 @@ async def serve_picks(context: PickerContext, grace_s: float) -> AsyncGenerator[
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", _PING_MS),
             ("grpc.http2.max_ping_strikes", 0),
+            # A data plane that has vanished does not keep its streams, whose load counts.
+            ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
+            ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
         ],
         maximum_concurrent_rpcs=settings.max_streams,
     )

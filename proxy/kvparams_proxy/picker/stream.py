@@ -54,11 +54,12 @@ class PickerStream:
         """Serves the stream until the data plane ends it, or the request is refused."""
         whole = False
         try:
-            async for first in self._requests:
-                if await self._request(first):
-                    await self._response()
-                whole = True
-                return
+            first = await anext(self._requests)
+            if await self._request(first):
+                await self._response()
+            whole = True
+        except StopAsyncIteration:  # the client has left before its request was complete
+            pass
         finally:
             self._end(whole=whole)
 
@@ -173,6 +174,7 @@ class PickerStream:
 
     def _refused(self, error: ProxyError) -> None:
         if not self._outcome.done():
+            error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames hold this stream
             self._outcome.set_result(error)
 
     async def _send_destination(
@@ -201,6 +203,7 @@ class PickerStream:
         self._is_answered = True
         self._endpoints = names
         changed = None if body is None else _changed_body(pick, outcome.instance, body)
+        pick.forget_body()
         headers = self._context.request_headers(pick, outcome)
         if changed is not None:
             headers["content-length"] = b"%d" % len(changed)
@@ -267,6 +270,7 @@ class PickerStream:
             return
         downstream.leave()
         self._end_pick(whole=whole)
+        self._downstream = None  # which knows this stream
         if not self._is_answered:
             self._context.metrics.picks["left"] += 1
         self._outcome.cancel()

@@ -29,6 +29,6 @@ class UsageReader:
         text = self._tail[start + len(_MEMBER) :].decode("utf-8", "replace").lstrip()
         try:
             found: object = json.JSONDecoder().raw_decode(text)[0]
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
         return cast("dict[str, object]", found) if isinstance(found, dict) else None
