@@ -191,8 +191,8 @@ static PyObject *finish(Buffer *buffer, Outcome outcome) {
 
 /* write_object(members: dict, is_sorted: bool) -> bytes | None
  *
- * As `pydantic_core.to_json`, with members in their order or in that of their names. None where a text needs escapes, a number is not whole or has more than 64 bits, or there
- * is something else in it. */
+ * As `pydantic_core.to_json`, with members in their order or in that of their names. None where a text needs escapes,
+ * a number is not whole or has more than 64 bits, or there is something else in it. */
 PyObject *write_object(PyObject *module, PyObject *const *args, Py_ssize_t count) {
     Buffer buffer = {0};
     (void)module;

@@ -27,6 +27,8 @@ _PRIORITY: Final = re.compile(rb'(?:^|,)priority="[^"]')
 """SGLang repeats each total by priority."""
 _MOST_SAMPLES: Final = 1024
 _LONGEST_LINE: Final = 4096
+_MOST_BYTES: Final = 256 << 10
+"""Of all samples together, whose labels are searched: some 10 ms."""
 _MOST_REQUESTS: Final = 1_000_000
 
 
@@ -47,7 +49,7 @@ def parse_queue_depth(text: bytes | bytearray) -> int | None:
         QueueDepthError: a number is missing, negative, not finite or implausibly high, or there are too many.
     """
     found: dict[tuple[bytes, bytes], float] = {}
-    samples = 0
+    samples = nbytes = 0
     for name in _NAMES:
         end = 0
         while (at := text.find(name, end)) >= 0:
@@ -59,6 +61,9 @@ def parse_queue_depth(text: bytes | bytearray) -> int | None:
                 if len(text) - at > _LONGEST_LINE:
                     raise QueueDepthError(f"a sample is longer than {_LONGEST_LINE} bytes")
                 end = len(text)
+            nbytes += end - at
+            if nbytes > _MOST_BYTES:
+                raise QueueDepthError(f"the samples have more than {_MOST_BYTES} bytes")
             if at and text[at - 1] != 0x0A:  # a comment, or the end of a longer name
                 continue
             rest = bytes(text[at + len(name) : end])

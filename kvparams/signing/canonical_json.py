@@ -35,8 +35,6 @@ UNSIGNED_MEMBERS: Final = frozenset((DOCUMENT_KEY, "prompt_token_ids"))
 vLLM 0.32.0 takes away before its connectors see it (renderers/online_renderer.py); `prefix` says which it is."""
 
 _MAX_DEPTH: Final = 64
-_NATIVE_DEPTH: Final = 48
-"""Native code goes 16 levels down from here, so no value is too deep for it that is not for the Python code."""
 _LOWEST: Final = -(2**63)
 _HIGHEST: Final = 2**64 - 1
 _NAMES: Final = frozenset((str,))
@@ -114,6 +112,16 @@ def canonical_json(value: object, *path: str | int, fractions: list[float] | Non
     Raises:
         NotCanonical: see there.
     """
+    # Asked once: what it does not take would be walked anew at every level.
+    kind = type(value)
+    if NATIVE is not None and kind is dict:
+        plain = NATIVE.write_object(cast("dict[str, object]", value), True)
+        if plain is not None:
+            return plain
+    return _canonical(value, path, fractions)
+
+
+def _canonical(value: object, path: JSONPath, fractions: list[float] | None) -> bytes:
     kind = type(value)
     if kind is str:
         try:
@@ -143,14 +151,8 @@ def canonical_json(value: object, *path: str | int, fractions: list[float] | Non
         plain = _integers(items) if len(items) else b"[]"
         if plain is not None:
             return plain
-        return b"[%b]" % b",".join(
-            [canonical_json(item, *path, index, fractions=fractions) for index, item in enumerate(items)]
-        )
+        return b"[%b]" % b",".join([_canonical(item, (*path, index), fractions) for index, item in enumerate(items)])
     if kind is dict or isinstance(value, Mapping):
-        if NATIVE is not None and kind is dict and len(path) < _NATIVE_DEPTH:
-            plain = NATIVE.write_object(cast("dict[str, object]", value), True)
-            if plain is not None:
-                return plain
         if not _NAMES.issuperset(map(type, cast("Mapping[object, object]", value))):
             raise NotCanonical(path, "a member's name is a string")
         return _object(cast("Mapping[str, object]", value), path, fractions)
@@ -171,7 +173,7 @@ def _object(members: Mapping[str, object], path: JSONPath, fractions: list[float
             if run:
                 pieces.append(to_json(run)[1:-1])
                 run = {}
-            pieces.append(b"%b:%b" % (to_json(name), canonical_json(member, *path, name, fractions=fractions)))
+            pieces.append(b"%b:%b" % (to_json(name), _canonical(member, (*path, name), fractions)))
         if run:
             pieces.append(to_json(run)[1:-1])
     except PydanticSerializationError:

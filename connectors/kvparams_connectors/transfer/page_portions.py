@@ -98,6 +98,5 @@ def begin_portion(
 
 def release_slots(slots: Collection[Slot]) -> None:
     """Ends the leases of all these slots, which are of one arena."""
-    for slot in slots:
-        slot.arena.release_many(slots)
-        return
+    if slots:
+        next(iter(slots)).arena.release_many(slots)

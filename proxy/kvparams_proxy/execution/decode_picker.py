@@ -92,6 +92,9 @@ class ExternalDecodePicker(Collector):
         except PickerFailed as error:
             self.results[error.reason] += 1
             self._say(error)
+        except Exception as error:  # noqa: BLE001  whatever it is, the request goes on without the picker
+            self.results["unreachable"] += 1
+            self._say(error)
         answered(chosen)
 
     def _say(self, error: Exception) -> None:

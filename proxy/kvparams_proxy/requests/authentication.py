@@ -30,8 +30,8 @@ __all__ = [
 
 _log: Final = logging.getLogger(__name__)
 _ID: Final = slice(4, 16)
-_MOST_SESSION: Final = 256
 """Where a key's id stands in it."""
+_MOST_SESSION: Final = 256
 _SALT: Final = b"kvparams cache salt 1"
 _FOREVER: Final = float("inf")
 

@@ -1,6 +1,5 @@
 """Tests `kvparams --print-completion`: the shell that reads the script completes commands, options and values."""
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from kvparams.cli import main
-
-pytest.importorskip("shtab", reason="the extra `completion` is not installed")
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -19,7 +16,6 @@ def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [

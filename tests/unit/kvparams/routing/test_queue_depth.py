@@ -68,6 +68,10 @@ def test_too_many_samples_and_too_long_ones_are_refused() -> None:
         parse_queue_depth(b"".join(line % number for number in range(2000)))
     with pytest.raises(QueueDepthError):
         parse_queue_depth(b'vllm:num_requests_running{a="' + b"x" * 5000 + b'"} 1\n')
+    long = b'vllm:num_requests_running{a="' + b"x" * 3000 + b'",engine="%d"} 1\n'
+    assert parse_queue_depth(b"".join(long % number for number in range(80))) == 80
+    with pytest.raises(QueueDepthError, match="more than 262144 bytes"):
+        parse_queue_depth(b"".join(long % number for number in range(90)))
 
 
 @given(st.binary(max_size=300), st.sampled_from((b"vllm:num_requests_running", b"sglang:num_queue_reqs")))
@@ -87,6 +91,8 @@ def test_any_bytes_have_a_depth_or_none_or_are_refused(text: bytes, name: bytes)
         b"vllm:num_requests_running" * (1 << 15),
         b"\nvllm:num_requests_running{" + b"}" * 4000 + b'priority="' * 100_000,
         b"\n" * (1 << 20),
+        (b"vllm:num_requests_running{" + b"," * 950 + b"} 1\n") * 1000,
+        (b"vllm:num_requests_running{" + b",engin" * 600 + b"} 1\n") * 280,
     ],
 )
 def test_hostile_texts_take_no_longer_than_an_event_loop_can_bear(text: bytes) -> None:

@@ -4,6 +4,7 @@ import json
 import struct
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvparams import TokenPrefix, dump, parse
 from kvparams.errors import InvalidParams
+from kvparams.signing import canonical_json as module
 from kvparams.signing.canonical_json import (
     NotCanonical,
     canonical_document,
@@ -191,3 +193,11 @@ def test_pieces_joined_in_order_are_the_whole(extra: dict[str, object]) -> None:
 def test_native_keys_are_all_but_the_document_and_the_prompt() -> None:
     assert native_members({"kvparams": 1, "prompt_token_ids": [1], "remote_host": "h"}) == {"remote_host": "h"}
     assert sha256_digest(b"{}") == "sha256:44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+
+
+def test_native_code_is_asked_once_for_what_it_does_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every level of what is nested it would walk all that is below."""
+    native = Mock(write_object=Mock(return_value=None))
+    monkeypatch.setattr(module, "NATIVE", native)
+    assert canonical_json({"a": {"b": {"c": 'x"'}, "d": [{"e": 1}]}}) == b'{"a":{"b":{"c":"x\\""},"d":[{"e":1}]}}'
+    assert native.write_object.call_count == 1
