@@ -24,7 +24,10 @@ async def ask(outcome: list[str] | Exception) -> tuple[Instance | None, dict[str
     async def close() -> None:
         pass
 
-    client, endpoints = SimpleNamespace(ask=answer, close=close), SimpleNamespace(endpoint=lambda each: each.url[7:])
+    def endpoint(instance: Instance) -> str:
+        return instance.url.removeprefix("http://")
+
+    client, endpoints = SimpleNamespace(ask=answer, close=close), SimpleNamespace(endpoint=endpoint)
     loop = asyncio.get_running_loop()
     picker = ExternalDecodePicker(loop, client, cast("Any", endpoints))
     answered: asyncio.Future[Instance | None] = loop.create_future()
