@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from ipaddress import ip_address
-from typing import Final
+from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from kvparams.instances import Instance, Role
@@ -12,8 +12,13 @@ from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 __all__ = ["EndpointNames"]
 
 _PORTS: Final = {"http": 80, "https": 443}
-_REMEMBERED: Final = 4096
-"""Endpoints: instances that have left do not fill the memory."""
+_SPARE: Final = 64
+
+
+class _URLParts(NamedTuple):
+    port: int
+    endpoint: str | None
+    """None where the host is a name, whose address may change."""
 
 
 class EndpointNames:
@@ -22,26 +27,24 @@ class EndpointNames:
     def __init__(self, fleet: Fleet, pools: UpstreamPools) -> None:
         self._fleet = fleet
         self._pools = pools
-        self._known: dict[Instance, str] = {}
-        """Endpoints of instances whose URL has an address; that of a name may change."""
+        self._parts: dict[Instance, _URLParts] = {}
+        self._most = _SPARE
+        """So many are remembered before those that have left are forgotten."""
 
     def endpoint(self, instance: Instance) -> str | None:
         """Returns where an instance is reached; None while its name has not led to an address."""
-        known = self._known.get(instance)
-        if known is not None:
-            return known
-        parts = urlsplit(instance.url)
-        host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
-        try:
-            ip_address(host)
-        except ValueError:
-            pool = self._pools.get(instance.id)
-            peers = () if pool is None else pool.peer_addresses
-            return _join(peers[-1], port) if peers else None
-        if len(self._known) >= _REMEMBERED:
-            self._known.clear()
-        endpoint = self._known[instance] = _join(host, port)
-        return endpoint
+        parts = self._parts.get(instance)
+        if parts is None:
+            if len(self._parts) >= self._most:
+                present = [each.instance for each in self._fleet.members]
+                self._parts = {each: self._parts[each] for each in present if each in self._parts}
+                self._most = 2 * len(self._parts) + _SPARE
+            parts = self._parts[instance] = _split(instance.url)
+        if parts.endpoint is not None:
+            return parts.endpoint
+        pool = self._pools.get(instance.id)
+        peers = () if pool is None else pool.peer_addresses
+        return _join(peers[-1], parts.port) if peers else None
 
     def find(self, endpoint: str, *roles: Role) -> Instance | None:
         """Returns the instance that is reached there, or None. `roles`: of whom it must have one; none: any."""
@@ -56,6 +59,17 @@ class EndpointNames:
         wanted = frozenset(endpoints)
         members = self._fleet.members
         return frozenset(each.instance.id for each in members if self.endpoint(each.instance) in wanted)
+
+
+def _split(url: str) -> _URLParts:
+    """Parses a URL, once for each instance: a request may ask for thousands."""
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
+    try:
+        ip_address(host)
+    except ValueError:
+        return _URLParts(port, None)
+    return _URLParts(port, _join(host, port))
 
 
 def _join(host: str, port: int) -> str:
