@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["after_being_cut", "after_the_end", "at_rest", "between_turns", "unsettled", "while_running"]
 
 _LONGEST_S = 30.0
-"""More than all time-outs of a request together."""
+"""More than all time-outs of a request together, but for a wait for a decode node behind a broker."""
 _READING_S = 1.5
 """A little more than reading an engine's metrics may take."""
 _SIDE_BY_SIDE = {
@@ -107,17 +107,19 @@ def between_turns(world: "World") -> Iterator[str]:
     limits = world.connections.limits
     if (open_ := len(_inside(world.connections, "_open"))) > min(limits.total, limits.per_address or limits.total):
         yield f"clients have {open_} connections, of {limits}"
-    found_at = 0.0 if world.nodes is None else world.nodes.safety.well_at  # without a broker no answer ends
+    found_at, longest_s = 0.0, _LONGEST_S
+    if world.nodes is not None:  # without a broker no answer ends; nobody knows of one that was lost with its queue
+        found_at, longest_s = world.nodes.safety.well_at, _LONGEST_S + world.scenario.wait_s
     for since in world.running.values():
-        if now - max(since, found_at) > _LONGEST_S:
+        if now - max(since, found_at) > longest_s:
             yield f"a request runs for {now - since:.0f} s"
     if not world.running and world.connections.tasks and now - world.ended_at > _TAKEN_S:
         yield f"{len(world.connections.tasks)} ASGI tasks run for no request"
     for engine in world.engines:
         behind = world.nodes is not None and engine is not world.local
-        longest_s = 5.5 if behind else min(world.scenario.probe_s, 5.0) + 0.5
+        probe_s = 5.5 if behind else min(world.scenario.probe_s, 5.0) + 0.5
         for leg in engine.legs:
-            if leg.kind == "probe" and now - leg.begun > longest_s:
+            if leg.kind == "probe" and now - leg.begun > probe_s:
                 yield f"{engine.name} is probed for {now - leg.begun:.1f} s"
             if leg.kind == "reading" and now - leg.begun > _READING_S:
                 yield f"{engine.name} is read for {now - leg.begun:.1f} s"
