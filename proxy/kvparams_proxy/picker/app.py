@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from starlette.applications import Starlette
 
@@ -28,9 +28,6 @@ from kvparams_proxy.server.lifespan_helpers import role_alone
 from kvparams_proxy.server.public_api import EXCEPTION_HANDLERS, public_routes
 
 __all__ = ["create_picker_app"]
-
-_GRACE_S: Final = 1.0
-"""Streams that run go on for so long when the picker ends: their requests and responses are the data plane's."""
 
 
 def create_picker_app(settings: Settings, picker: PickerSettings) -> Starlette:
@@ -64,7 +61,7 @@ async def _lifespan(
         state = await stack.enter_async_context(app_lifespan(settings, plugins, None, None, app))
         context = _context(settings, picker, plugins, state)
         state["exposition"].add(context.metrics)
-        await stack.enter_async_context(serve_picks(context, _GRACE_S))
+        state["draining"].add(await stack.enter_async_context(serve_picks(context)))
         yield {**{name: value for name, value in state.items() if name != DIRECT_ENDPOINTS_KEY}, "picker": context}
 
 

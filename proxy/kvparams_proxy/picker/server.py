@@ -15,6 +15,7 @@ from kvparams_proxy.picker.context import PickerContext
 from kvparams_proxy.picker.health import health_handler
 from kvparams_proxy.picker.settings import PickerTLS
 from kvparams_proxy.picker.stream import PickerStream
+from kvparams_proxy.server.draining import DrainService
 
 __all__ = ["PickerListenError", "serve_picks"]
 
@@ -27,6 +28,8 @@ _PING_MS: Final = 500
 _KEEPALIVE_MS: Final = 10_000
 _KEEPALIVE_TIMEOUT_MS: Final = 5_000
 """A connection that does not answer a ping for so long is closed."""
+_CUT_S: Final = 0.5
+"""For what was said last to reach data planes, when the picker ends."""
 _SPLIT: Final = frozenset((Role.PREFILL, Role.DECODE))
 _grpc: Final[Any] = grpc
 _aio: Final[Any] = aio
@@ -38,12 +41,11 @@ class PickerListenError(OSError):
 
 
 @asynccontextmanager
-async def serve_picks(context: PickerContext, grace_s: float) -> AsyncGenerator[int]:
-    """Serves picks until the block is left, and yields the port.
+async def serve_picks(context: PickerContext) -> AsyncGenerator[DrainService]:
+    """Serves picks until the block is left, which cuts what runs. Yields what lets it end before.
 
     Args:
         context: what streams share.
-        grace_s: how long running streams may go on at the end.
 
     Raises:
         PickerListenError: the address cannot be used.
@@ -81,9 +83,9 @@ async def serve_picks(context: PickerContext, grace_s: float) -> AsyncGenerator[
     await server.start()
     _log.info("endpoint picker: gRPC on %s:%d", settings.host, port)
     try:
-        yield port
+        yield server.stop
     finally:
-        await server.stop(grace_s)
+        await server.stop(_CUT_S)
 
 
 def is_ready(context: PickerContext) -> bool:

@@ -203,9 +203,15 @@ class ProxyServer:
             await first_of(settings.drain_delay_s, self._cutting.wait())
             accepting.close()
             connections.close_idle()
-            await first_of(settings.grace_s, self._cutting.wait(), connections.wait_empty())
+            await first_of(settings.grace_s, self._cutting.wait(), self._wait_ended(connections, draining))
         if connections:
             _log.warning("the proxy shuts down and closes %d connections", len(connections))
+
+    async def _wait_ended(self, connections: ClientConnections, draining: DrainState | None) -> None:
+        """Waits until nothing runs any more, here or in the services that drain beside this server."""
+        if draining is not None:
+            await draining.drain_services(self._settings.grace_s)
+        await connections.wait_empty()
 
 
 def _service(

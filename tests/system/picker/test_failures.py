@@ -140,12 +140,31 @@ async def test_a_picker_that_was_started_again_is_used_again(
     await until(lambda: _answers(site), 15)
 
 
-async def test_a_picker_that_is_told_to_stop_ends_what_runs(site: Site) -> None:
+async def test_a_picker_that_is_told_to_stop_lets_streams_end(site: Site) -> None:
     for engine in site.engines:
         engine.go_on.clear()
     running = asyncio.ensure_future(site.complete())
     await until(lambda: sum(engine.running for engine in site.engines) == 1)
     os.kill(site.picker.pid, signal.SIGTERM)
+    assert (await site.complete("another")).status_code >= 500  # nothing new is picked
+    await stays_true_for(1.5, lambda: not running.done() and not _is_gone(site.picker.pid), pause_s=0.1)
+    for engine in site.engines:
+        engine.go_on.set()
+    assert (await running).status_code == 200
+    await until(lambda: _is_gone(site.picker.pid), 10)
+
+
+@pytest.mark.parametrize("flags", [("--grace", "0.5"), ()], ids=["grace", "second signal"])
+async def test_a_picker_cuts_what_runs_too_long(flags: tuple[str, ...], start_site: StartSite) -> None:
+    site = await start_site(*flags)
+    for engine in site.engines:
+        engine.go_on.clear()
+    running = asyncio.ensure_future(site.complete())
+    await until(lambda: sum(engine.running for engine in site.engines) == 1)
+    os.kill(site.picker.pid, signal.SIGTERM)
+    if not flags:
+        await stays_true_for(0.5, lambda: not _is_gone(site.picker.pid), pause_s=0.1)
+        os.kill(site.picker.pid, signal.SIGTERM)
     await until(lambda: _is_gone(site.picker.pid), 10)
     for engine in site.engines:
         engine.go_on.set()
