@@ -88,7 +88,7 @@ class PartnerSigner:
 
 
 class PartnerVerifier:
-    """Verifies claims. Each is believed once."""
+    """Verifies claims. Each is believed once, and none that was signed before this verifier was made."""
 
     def __init__(self, keyring: Callable[[], SigningKeyring], audience: str, now: Callable[[], float]) -> None:
         """Creates a verifier; arguments are as for `PartnerSigner`."""
@@ -121,7 +121,9 @@ class PartnerVerifier:
             raise PartnerClaimError("expired")
         if members["request"] != request_id:
             raise PartnerClaimError("request")
-        if not self._replay.try_use(str(members["nonce"]), issued + _LIFETIME_S, now):
+        # An earlier process may have believed what was signed before this one began.
+        is_new = issued >= int(self._replay.since)
+        if not is_new or not self._replay.try_use(str(members["nonce"]), issued + _LIFETIME_S, now):
             raise PartnerClaimError("replay")
         return PartnerClaim(request_id, str(members["prefill"]))
 

@@ -17,7 +17,9 @@ __all__ = [
     "SUBSET",
     "SUBSET_NAMESPACE",
     "BodyMode",
+    "MalformedMessage",
     "Message",
+    "ResponseMaker",
     "body_mode",
     "buffered_body_answer",
     "chunk",
@@ -28,12 +30,12 @@ __all__ = [
     "is_last",
     "kind_of",
     "parse",
-    "pass_response_body",
+    "pass_chunk",
     "pass_unchanged",
+    "response_maker",
     "served_endpoint",
     "streamed_body",
     "subset_hint",
-    "was_answered_by_engine",
 ]
 
 Message = Any
@@ -42,6 +44,8 @@ BodyMode = Literal["none", "streamed", "buffered", "partial", "duplex"]
 MessageKind = Literal[
     "request_headers", "request_body", "request_trailers", "response_headers", "response_body", "response_trailers"
 ]
+ResponseMaker = Literal["engine", "nobody", "gateway"]
+"""`nobody`: the data plane has made the response, because the engine did not. `gateway`: it had other reasons."""
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION: Final = "x-gateway-destination-endpoint"
@@ -54,6 +58,9 @@ _EXT_PROC: Final = "envoy.filters.http.ext_proc"
 _UPSTREAM_ADDRESS: Final = "upstream.address"
 _CODE_DETAILS: Final = "response.code_details"
 _FROM_ENGINE: Final = "via_upstream"
+_UNREACHED: Final = ("upstream_", "no_healthy_upstream")
+"""How details begin where an engine was asked in vain (Envoy 1.40, "Response Code Details"). Others are about
+the client or the gateway, such as `request_payload_too_large` or `stream_idle_timeout`."""
 _CHUNK_BYTES: Final = 62_000
 """The largest chunk of a body that Envoy accepts is 64 KB (gateway-api-inference-extension pkg/epp/util/envoy)."""
 _BODY_MODES: Final[tuple[BodyMode, ...]] = ("none", "streamed", "buffered", "partial", "duplex")
@@ -63,6 +70,11 @@ _SET: Final = 2
 """`HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD`."""
 _ERROR_STATUSES: Final = frozenset((*range(400, 418), *range(421, 425), 426, 428, 429, 431, *range(500, 509), 510, 511))
 """Of those that `StatusCode` knows. Envoy takes no others (http_status.proto)."""
+
+
+class MalformedMessage(ValueError):
+    """A data plane has sent what the protocol does not have."""
+
 
 parse: Final[Any] = ProcessingRequest.FromString
 encode: Final[Any] = ProcessingResponse.SerializeToString
@@ -83,8 +95,15 @@ def body_mode(request: Message) -> tuple[BodyMode, BodyMode]:
 
 
 def header_pairs(request: Message) -> list[tuple[bytes, bytes]]:
-    """Returns the headers, pseudo headers among them, with names in lower case as Envoy sends them."""
-    headers = getattr(request, request.WhichOneof("request")).headers.headers
+    """Returns the headers, pseudo headers among them, with names in lower case as Envoy sends them.
+
+    Raises:
+        MalformedMessage: it has none.
+    """
+    kind = kind_of(request)
+    if kind not in ("request_headers", "response_headers"):
+        raise MalformedMessage(f"a message with headers was expected, not {kind}")
+    headers = getattr(request, kind).headers.headers
     return [(each.key.encode(), each.raw_value or each.value.encode()) for each in headers]
 
 
@@ -119,10 +138,12 @@ def served_endpoint(request: Message) -> str | None:
     return _attribute(request, _UPSTREAM_ADDRESS)
 
 
-def was_answered_by_engine(request: Message) -> bool:
-    """Returns whether a response is an engine's. False: the data plane has made it, because it reached no engine."""
+def response_maker(request: Message) -> ResponseMaker:
+    """Returns who has made a response, as far as the data plane tells."""
     details = _attribute(request, _CODE_DETAILS)
-    return details is None or details == _FROM_ENGINE
+    if details is None or details == _FROM_ENGINE:
+        return "engine"
+    return "nobody" if details.startswith(_UNREACHED) else "gateway"
 
 
 def destination_answer(
@@ -165,11 +186,11 @@ def streamed_body(body: bytes, *, ends: bool = True) -> Iterator[Message]:
         yield answer
 
 
-def pass_response_body(request: Message) -> Message:
-    """Returns the answer to a chunk of a response in full duplex, which passes unchanged."""
-    answer = ProcessingResponse()
-    streamed = answer.response_body.response.body_mutation.streamed_response
-    streamed.body, streamed.end_of_stream = request.response_body.body, request.response_body.end_of_stream
+def pass_chunk(request: Message) -> Message:
+    """Returns the answer to a chunk of a body in full duplex, which passes unchanged."""
+    answer, kind = ProcessingResponse(), request.WhichOneof("request")
+    streamed = getattr(answer, kind).response.body_mutation.streamed_response
+    streamed.body, streamed.end_of_stream = chunk(request), is_last(request)
     return answer
 
 

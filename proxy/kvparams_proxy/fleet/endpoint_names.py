@@ -48,6 +48,7 @@ class EndpointNames:
 
     def find(self, endpoint: str, *roles: Role) -> Instance | None:
         """Returns the instance that is reached there, or None. `roles`: of whom it must have one; none: any."""
+        endpoint = _canonical(endpoint)
         for member in self._fleet.members:
             instance = member.instance
             if (not roles or instance.role in roles) and self.endpoint(instance) == endpoint:
@@ -56,7 +57,7 @@ class EndpointNames:
 
     def ids(self, endpoints: Iterable[str]) -> frozenset[str]:
         """Returns the ids of the instances that are reached at these endpoints."""
-        wanted = frozenset(endpoints)
+        wanted = frozenset(map(_canonical, endpoints))
         members = self._fleet.members
         return frozenset(each.instance.id for each in members if self.endpoint(each.instance) in wanted)
 
@@ -66,10 +67,21 @@ def _split(url: str) -> _URLParts:
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or _PORTS[parts.scheme]
     try:
-        ip_address(host)
+        address = ip_address(host)
     except ValueError:
         return _URLParts(port, None)
-    return _URLParts(port, _join(host, port))
+    return _URLParts(port, _join(str(address), port))
+
+
+def _canonical(endpoint: str) -> str:
+    """Returns an endpoint as `EndpointNames` writes it: IPv6 addresses have several forms."""
+    host, bracket, rest = endpoint[1:].partition("]")
+    if not endpoint.startswith("[") or not bracket:
+        return endpoint
+    try:
+        return f"[{ip_address(host)}]{rest}"
+    except ValueError:
+        return endpoint
 
 
 def _join(host: str, port: int) -> str:

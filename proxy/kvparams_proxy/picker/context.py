@@ -9,6 +9,7 @@ from kvparams.signing.partner_claim import PARTNER_HEADER, PartnerClaim, Partner
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.ext_proc.messages import ResponseMaker
 from kvparams_proxy.fleet.endpoint_names import EndpointNames
 from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.picker.handlers import PickHandler
@@ -81,10 +82,10 @@ class PickerContext:
             headers.update(self._partner_headers(pick, destination.partner))
         return headers
 
-    def count_served(self, served: str | None, named: Sequence[str], *, from_engine: bool) -> Instance | None:
-        """Counts a response by the endpoint that made it. Returns its instance, where that is known."""
-        if not from_engine:
-            self.metrics.served["unreached"] += 1
+    def count_served(self, served: str | None, named: Sequence[str], maker: ResponseMaker) -> Instance | None:
+        """Counts a response by the endpoint that made it. Returns its instance if it is not the first one named."""
+        if maker != "engine":
+            self.metrics.served["unreached" if maker == "nobody" else "gateway"] += 1
             return None
         if served is None:
             self.metrics.served["unknown"] += 1

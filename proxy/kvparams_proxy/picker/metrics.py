@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -10,7 +10,8 @@ from prometheus_client.registry import Collector
 __all__ = ["PickerMetrics"]
 
 _PICKS: Final = ("picked", "refused", "left")
-_SERVED: Final = ("primary", "fallback", "unlisted", "unreached", "unknown")
+Server = Literal["primary", "fallback", "unlisted", "unreached", "gateway", "unknown"]
+_SERVED: Final[tuple[Server, ...]] = get_args(Server)
 
 
 class PickerMetrics(Collector):
@@ -18,7 +19,7 @@ class PickerMetrics(Collector):
 
     def __init__(self) -> None:
         self.picks: Final[Counter[Literal["picked", "refused", "left"]]] = Counter()
-        self.served: Final[Counter[Literal["primary", "fallback", "unlisted", "unreached", "unknown"]]] = Counter()
+        self.served: Final[Counter[Server]] = Counter()
         self.subsets = 0
         """Requests whose choice the data plane restricted."""
         self.partners = 0
@@ -39,7 +40,8 @@ class PickerMetrics(Collector):
         served = CounterMetricFamily(
             "kvparams_picker_served",
             "Responses by the endpoint that made them: the first one named (primary), a further one (fallback), one "
-            "that was not named (unlisted), none (unreached), one that the data plane does not tell (unknown).",
+            "that was not named (unlisted), none (unreached), the gateway for other reasons (gateway), one that the "
+            "data plane does not tell (unknown).",
             labels=["endpoint"],
         )
         for endpoint in _SERVED:

@@ -17,6 +17,7 @@ from kvparams_proxy.execution.client_errors import client_error_for
 from kvparams_proxy.execution.plan_context import PlanContext
 from kvparams_proxy.execution.prefix_cache_report import report_stream_usage
 from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.ext_proc.messages import ResponseMaker
 from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.requests.intake import ParsedRequest
 from kvparams_proxy.telemetry.request_record import RequestRecord
@@ -46,8 +47,8 @@ class Response(NamedTuple):
     status: int
     served: Instance | None
     """Who has answered; None where the data plane does not say it."""
-    from_engine: bool
-    """False: the data plane has made the response, because it reached no engine."""
+    maker: ResponseMaker
+    """Who has made the response."""
 
 
 class PickOwner(NamedTuple):
@@ -152,14 +153,15 @@ class Pick:
         if response.served is not None and response.served is not destination.instance:
             destination = self._move(destination, response.served)
         instance, partner = destination
-        if not response.from_engine or response.status >= 500 or response.status == 429:
+        from_engine = response.maker == "engine"
+        if response.maker == "nobody" or (from_engine and (response.status >= 500 or response.status == 429)):
             self._account.error_status = response.status
-            what = f"answered {response.status}" if response.from_engine else "was not reached by the gateway"
+            what = f"answered {response.status}" if from_engine else "was not reached by the gateway"
             fleet.record_failure(
-                instance, connected=True, busy=response.from_engine and response.status in _BUSY, why=f"it {what}"
+                instance, connected=True, busy=from_engine and response.status in _BUSY, why=f"it {what}"
             )
             return
-        if response.status >= 400:
+        if response.status >= 400 or not from_engine:
             self._account.error_status = response.status
             return
         life.enter("first_byte")

@@ -111,6 +111,8 @@ class _Service:
         metrics.streams += 1
         try:
             await PickerStream(self._context, requests, call.write).run()
+        except ext_proc.MalformedMessage as malformed:
+            await call.abort(_grpc.StatusCode.INVALID_ARGUMENT, str(malformed))
         except Exception:
             metrics.faults += 1
             _log.exception("a request ended with a fault of the picker")

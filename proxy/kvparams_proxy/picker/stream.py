@@ -47,6 +47,8 @@ class PickerStream:
         self._endpoints: list[str] = []
         self._missing_bytes: int | None = None
         """Of a response whose length is known."""
+        self._passes_chunks = False
+        """Whether a body of a request that is not read is answered chunk by chunk."""
         self._is_answered = False
         """Whether the data plane was told what becomes of the request."""
 
@@ -57,7 +59,8 @@ class PickerStream:
             first = await anext(self._requests)
             if await self._request(first):
                 await self._response()
-            whole = True
+            # A response that is shown has an end; of another one, its data plane does not tell whether it broke off.
+            whole = self._usage is None
         except StopAsyncIteration:  # the client has left before its request was complete
             pass
         finally:
@@ -85,6 +88,7 @@ class PickerStream:
         if error is not None:
             await self._send_error(error)
             return False
+        self._passes_chunks = mode == "duplex"
         pick_without_body(self._context.resources, self._context.modes, path, self._request_id, self._downstream)
         return await self._send_destination(None)
 
@@ -233,8 +237,12 @@ class PickerStream:
                 await self._write(ext_proc.pass_unchanged(kind, {"x-request-id": self._request_id.encode()}))
             elif kind == "response_body":
                 self._read_response(message)
-                await self._write(ext_proc.pass_response_body(message))
-            elif kind is not None and kind != "request_body":
+                await self._write(ext_proc.pass_chunk(message))
+            elif kind == "request_body" and self._passes_chunks:
+                await self._write(ext_proc.pass_chunk(message))
+            elif kind is not None:
+                if kind == "response_trailers":
+                    self._end_pick(whole=True)
                 await self._write(ext_proc.pass_unchanged(kind))
 
     def _record_response(self, message: ext_proc.Message) -> None:
@@ -242,10 +250,11 @@ class PickerStream:
         if pick is None:
             return
         headers = dict(ext_proc.header_pairs(message))
-        status = int(headers.get(b":status", b"0"))
-        served, from_engine = ext_proc.served_endpoint(message), ext_proc.was_answered_by_engine(message)
-        instance = self._context.count_served(served, self._endpoints, from_engine=from_engine)
-        pick.answered(Response(status, instance, from_engine))
+        status, maker = headers.get(b":status", b""), ext_proc.response_maker(message)
+        if not status.isdigit():
+            raise ext_proc.MalformedMessage("the headers of a response have no status")
+        instance = self._context.count_served(ext_proc.served_endpoint(message), self._endpoints, maker)
+        pick.answered(Response(int(status[:3]), instance, maker))
         length = headers.get(b"content-length", b"")
         if length.isdigit():  # no stream: its engine has done all its work
             self._missing_bytes = int(length)

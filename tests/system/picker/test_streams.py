@@ -14,6 +14,7 @@ import pytest
 from kvparams_proxy.cli.picker_command import COMMAND
 from kvparams_proxy.cli.proxy_command import load_configuration
 from kvparams_proxy.ext_proc.message_types import ProcessingRequest
+from kvparams_proxy.ext_proc.messages import MalformedMessage
 from kvparams_proxy.picker.app import create_picker_app
 from kvparams_proxy.picker.context import PickerContext
 from kvparams_proxy.picker.settings import PickerSettings
@@ -51,9 +52,14 @@ class Wire:
         self.answers.append(message)
 
 
-def head(path: str = "/v1/completions", content_type: str = "application/json", response_mode: int = 0) -> Any:
+def head(
+    path: str = "/v1/completions",
+    content_type: str = "application/json",
+    response_mode: int = 0,
+    method: str = "POST",
+) -> Any:
     message = ProcessingRequest()
-    headers = {":authority": "x", ":path": path, ":method": "POST", ":scheme": "http", "content-type": content_type}
+    headers = {":authority": "x", ":path": path, ":method": method, ":scheme": "http", "content-type": content_type}
     for name, value in headers.items():
         message.request_headers.headers.headers.add(key=name, raw_value=value.encode())
     message.protocol_config.request_body_mode = DUPLEX
@@ -67,17 +73,28 @@ def request_body(data: bytes, *, last: bool = True) -> Any:
     return message
 
 
-def response_head() -> Any:
+def response_head(status: bytes = b"200", details: str = "via_upstream") -> Any:
     message = ProcessingRequest()
-    message.response_headers.headers.headers.add(key=":status", raw_value=b"200")
-    message.attributes["envoy.filters.http.ext_proc"].update({"response.code_details": "via_upstream"})
+    message.response_headers.headers.headers.add(key=":status", raw_value=status)
+    message.attributes["envoy.filters.http.ext_proc"].update({"response.code_details": details})
     return message
 
 
-def response_body(data: bytes) -> Any:
+def response_body(data: bytes, *, last: bool = True) -> Any:
     message = ProcessingRequest()
-    message.response_body.body, message.response_body.end_of_stream = data, True
+    message.response_body.body, message.response_body.end_of_stream = data, last
     return message
+
+
+def outcomes(context: PickerContext) -> dict[str, float]:
+    """Returns how many requests have ended in each way, without those that are none."""
+    context.resources.record_dispatcher.flush()
+    found: dict[str, float] = {}
+    for metric in context.resources.metrics.collect():
+        for sample in metric.samples:
+            if sample.name == "kvparams_proxy_requests_total" and sample.value:
+                found[sample.labels["outcome"]] = sample.value
+    return found
 
 
 @pytest.fixture
@@ -171,4 +188,61 @@ async def test_no_body_is_kept_while_its_response_runs(context: PickerContext) -
     for wire, stream in running:
         wire.put(None)
         await stream
+    assert load(context) == 0
+
+
+@pytest.mark.parametrize(("last", "outcome"), [(True, "ok"), (False, "gone")])
+async def test_a_response_that_breaks_off_is_no_success(context: PickerContext, last: bool, outcome: str) -> None:
+    wire = Wire()
+    wire.put(head(response_mode=DUPLEX), request_body(BODY), response_head(), response_body(b"{}", last=last), None)
+    await PickerStream(context, wire, wire.write).run()
+    assert outcomes(context) == {outcome: 1}
+    assert load(context) == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "details", "is_blamed"),
+    [
+        (b"503", "upstream_reset_before_response_started{connection_failure}", True),
+        (b"504", "upstream_response_timeout", True),
+        (b"503", "via_upstream", True),
+        (b"408", "stream_idle_timeout", False),
+        (b"413", "request_payload_too_large", False),
+    ],
+)
+async def test_an_engine_is_blamed_for_what_it_did(
+    context: PickerContext, status: bytes, details: str, is_blamed: bool
+) -> None:
+    blamed: list[object] = []
+    fleet, record = context.resources.fleet, context.resources.fleet.record_failure
+
+    def watch(*arguments: Any, **more: Any) -> None:
+        blamed.append(arguments)
+        record(*arguments, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fleet, "record_failure", watch)
+        wire = Wire()
+        wire.put(head(), request_body(BODY), response_head(status, details), None)
+        await PickerStream(context, wire, wire.write).run()
+    assert bool(blamed) is is_blamed
+    assert outcomes(context) in ({"failed": 1}, {"refused": 1})
+
+
+async def test_a_request_without_a_use_for_its_body_is_answered_with_it(context: PickerContext) -> None:
+    wire = Wire()
+    first = head("/v1/models", method="GET")
+    wire.put(first, request_body(b"a", last=False), request_body(b"b"), response_head(), None)
+    await PickerStream(context, wire, wire.write).run()
+    _, *chunks, _ = wire.answers
+    streamed = [each.request_body.response.body_mutation.streamed_response for each in chunks]
+    assert [(each.body, each.end_of_stream) for each in streamed] == [(b"a", False), (b"b", True)]
+
+
+@pytest.mark.parametrize("messages", [[ProcessingRequest()], [head(), request_body(BODY), response_head(b"x")]])
+async def test_what_is_malformed_is_said_to_be(context: PickerContext, messages: list[Any]) -> None:
+    wire = Wire()
+    wire.put(*messages, None)
+    with pytest.raises(MalformedMessage):
+        await PickerStream(context, wire, wire.write).run()
     assert load(context) == 0

@@ -20,9 +20,10 @@ class Site:
     """A signer and a verifier that share a clock."""
 
     def __init__(self, audience: str = "pool", keyring: SigningKeyring = KEYRING) -> None:
-        self.now = 2000.0
+        self.now = 1940.0
         self.signer = PartnerSigner(lambda: keyring, audience, lambda: self.now)
         self.verifier = PartnerVerifier(lambda: KEYRING, "pool", lambda: self.now)
+        self.now = 2000.0
 
     def refusal(self, value: str, request_id: str = "r1") -> str:
         """Returns why a value is not believed."""
@@ -54,6 +55,17 @@ def test_a_claim_is_believed_for_a_minute(later_s: float, reason: str | None) ->
         assert site.verifier.verify(value, "r1") == CLAIM
     else:
         assert site.refusal(value) == reason
+
+
+def test_a_verifier_that_was_started_again_believes_nothing_older() -> None:
+    site = Site()
+    value = site.signer.sign(CLAIM)
+    site.now += 1.5
+    again = PartnerVerifier(lambda: KEYRING, "pool", lambda: site.now)
+    with pytest.raises(PartnerClaimError) as caught:
+        again.verify(value, "r1")
+    assert caught.value.reason == "replay"
+    assert again.verify(site.signer.sign(CLAIM), "r1") == CLAIM
 
 
 def test_keys() -> None:

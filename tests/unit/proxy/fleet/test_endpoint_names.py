@@ -35,6 +35,16 @@ def test_an_endpoint_is_the_address_of_the_url_or_the_last_one_that_its_name_led
     assert site.names.ids(["10.0.0.1:8000", "10.0.0.9:1"]) == {"e0"}
 
 
+def test_an_address_of_ipv6_is_found_in_any_form() -> None:
+    site = Site("http://[2001:0DB8:0:0::1]:8000")
+    assert site.names.endpoint(site.instances[0]) == "[2001:db8::1]:8000"
+    for written in ("[2001:db8::1]:8000", "[2001:DB8:0:0:0:0:0:1]:8000"):
+        assert site.names.find(written) is site.instances[0]
+        assert site.names.ids([written]) == {"e0"}
+    for wrong in ("[2001:db8::1]:8001", "[2001:db8::2]:8000", "[x]:8000", "[2001:db8::1"):
+        assert site.names.find(wrong) is None
+
+
 def test_each_url_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(*(f"http://decode-{n}:8000" for n in range(500)), *(f"http://10.0.0.{n}:1" for n in range(200)))
     parsed: list[str] = []
