@@ -23,7 +23,7 @@ OR_SAY = || { echo "$(@D) is not complete: what pip said stands above; the same 
 # Tests start processes by the hundred: these read what was compiled before, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs help install install-lmcache install-vllm test-vllm test-vllm-long install-peers install-sglang test-sglang servers demo serve check unit fast lint native asan test test-long soak bench-peers bench-proxy bench-protocol bench-index bench-store clean
+.PHONY: docs help install install-lmcache install-vllm test-vllm test-vllm-long install-peers install-sglang test-sglang servers demo serve check unit fast lint native asan test test-long soak bench-peers bench-proxy bench-protocol bench-index bench-store dist clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
@@ -49,6 +49,7 @@ help:
 	@echo "make bench-store  speed of the stores, against memcpy"
 	@echo "make docs         the pages of docs/ as a site, in .cache/site/index.html"
 	@echo "make native       compiles kvparams/native again; make asan: tests it with the address sanitizer"
+	@echo "make dist         wheel, sdist and bill of materials, each tried in an environment of its own, in dist/ (DIST=)"
 	@echo "make lint         ruff, layers and types alone"
 	@echo "make clean        removes .venv and caches"
 
@@ -151,6 +152,26 @@ native: $(READY)
 # The C code with an address sanitizer, which keeps freed memory for a while, and one for undefined behavior.
 asan: $(READY)
 	$(BIN)/python hatch_build.py --sanitize $(BIN)/pytest -p no:cacheprovider tests/unit/kvparams/native tests/unit/kvparams/index tests/unit/kvparams/jsontext/test_json_document.py -k "not memory_than"
+
+# What is released: both forms are installed where nothing else is, and started.
+DIST ?= dist
+SBOM := .venv-sbom
+TRIED = proxy --prefill http://127.0.0.1:1 --decode http://127.0.0.1:2 --print-config
+ALONE_IN = rm -rf "$(DIST)/try" && $(PYTHON) -m venv "$(DIST)/try" && "$(DIST)/try/bin/python" -m pip --disable-pip-version-check $(INSTALL) -q
+
+dist: $(READY) $(SBOM)/.ready
+	rm -rf "$(DIST)"
+	$(BIN)/python -m hatchling build -d "$(DIST)"
+	$(ALONE_IN) "$$(ls $(DIST)/*.tar.gz)[proxy]" && "$(DIST)/try/bin/kvparams" $(TRIED) >/dev/null
+	$(ALONE_IN) "$$(ls $(DIST)/*.whl)[proxy]" && "$(DIST)/try/bin/kvparams" $(TRIED) >/dev/null
+	$(SBOM)/bin/cyclonedx-py environment --output-reproducible --output-file "$(DIST)/kvparams.cdx.json" "$(DIST)/try/bin/python"
+	rm -rf "$(DIST)/try"
+	cd "$(DIST)" && sha256sum *.whl *.tar.gz *.cdx.json | tee SHA256SUMS
+
+$(SBOM)/.ready:
+	$(PYTHON) -m venv $(@D)
+	$(PIP) $(INSTALL) 'cyclonedx-bom>=7.1,<8' $(OR_SAY)
+	@touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check

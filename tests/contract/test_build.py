@@ -1,5 +1,7 @@
 """Tests the wheel: with native code for every version of Python where there is a compiler, and pure Python without."""
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -19,6 +21,11 @@ def wheel(into: Path, **environment: str) -> Path:
     subprocess.run(build, cwd=ROOT, env=os.environ | environment, check=True, capture_output=True)
     (found,) = into.glob("*.whl")
     return found
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Returns the digest of each file by its name."""
+    return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in folder.iterdir() if each.is_file()}
 
 
 def installed(found: Path, into: Path, **environment: str) -> str:
@@ -56,3 +63,22 @@ def test_without_a_compiler_a_wheel_is_pure(tmp_path: Path, environment: dict[st
 def test_what_is_tested_has_native_code() -> None:
     """Otherwise the other tests here say nothing of it. `tests/install_servers.sh` installs a compiler."""
     assert NATIVE is not None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_release_is_complete_and_can_be_repeated(tmp_path: Path) -> None:
+    dist, again = tmp_path / "dist", tmp_path / "again"
+    made = subprocess.run(["make", "dist", f"DIST={dist}"], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr[-2000:]
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-d", str(again)], cwd=ROOT, check=True)
+    first, second = digests(dist), digests(again)
+    assert len(second) == 2
+    assert second.items() <= first.items()
+    sums = dict(reversed(line.split()) for line in (dist / "SHA256SUMS").read_text().splitlines())
+    assert sums == {name: digest for name, digest in first.items() if name != "SHA256SUMS"}
+    bill = json.loads((dist / "kvparams.cdx.json").read_text())
+    listed = {each["name"]: each["version"] for each in bill["components"]}
+    assert bill["bomFormat"] == "CycloneDX"
+    assert {"kvparams", "pydantic", "starlette", "uvloop"} <= listed.keys()
+    assert "torch" not in listed
