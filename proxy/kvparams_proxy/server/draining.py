@@ -11,7 +11,7 @@ DrainService = Callable[[float], Awaitable[None]]
 
 
 class DrainState:
-    """Whether the proxy drains, and what drains beside the HTTP server."""
+    """Says whether the proxy drains, and drains what runs beside the HTTP server."""
 
     __slots__ = ("_services", "is_draining")
 
