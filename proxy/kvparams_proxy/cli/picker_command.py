@@ -39,6 +39,11 @@ engine to the sidecar in a signed header; the sidecar has the same keys:
 docs/gateway.md has the configuration of Envoy. Over HTTP (--port) the picker serves /health, /metrics and /admin.
 """
 
+_PLAIN_KEYS: Final = (
+    "the keys of engines go to the gateway in headers, over gRPC without TLS: add --grpc-certificate and --grpc-key "
+    "unless nobody else can read or reach that port"
+)
+
 
 class PickerCommand:
     """See `kvparams.cli.Command`."""
@@ -50,9 +55,18 @@ class PickerCommand:
         """Adds the picker's own flags, and those of the proxy."""
         parser.epilog = _EXAMPLE
         own = parser.add_argument_group("endpoint picker")
-        own.add_argument("--grpc-host", default="127.0.0.1", metavar="HOST", help="the address to listen on for gRPC")
         own.add_argument(
-            "--grpc-port", type=int, default=9002, metavar="PORT", help="the port for gRPC; 0 picks a free one"
+            "--grpc-host",
+            default="127.0.0.1",
+            metavar="HOST",
+            help="the address to listen on for gRPC (default: 127.0.0.1)",
+        )
+        own.add_argument(
+            "--grpc-port",
+            type=int,
+            default=9002,
+            metavar="PORT",
+            help="the port for gRPC; 0 picks a free one (default: 9002)",
         )
         own.add_argument("--grpc-certificate", metavar="FILE", help="serve gRPC over TLS with this certificate (PEM)")
         own.add_argument("--grpc-key", metavar="FILE", help="the private key of --grpc-certificate (PEM)")
@@ -108,6 +122,8 @@ class PickerCommand:
             )
         missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
         notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
+        if picker.tls is None and any(entry.credential_sources.key_file is not None for entry in asked.entries):
+            notes.append(_PLAIN_KEYS)
         make = partial(create_picker_app, picker=picker)
         return run_server("picker", asked, notes, arguments=arguments, make=make)
 

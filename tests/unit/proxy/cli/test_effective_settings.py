@@ -133,6 +133,24 @@ def test_other_commands_print_theirs(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "workers" not in sources
 
 
+@pytest.mark.parametrize("has_key", [True, False])
+def test_a_picker_says_that_keys_of_engines_are_sent_in_the_clear(
+    has_key: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("grpc")
+    key, fleet = tmp_path / "key", tmp_path / "fleet.yaml"
+    key.write_text(SECRET)
+    key.chmod(0o600)
+    named = f", key_file: {key}" if has_key else ""
+    fleet.write_text(f"instances:\n  - {{id: a, role: aggregated, url: 'http://h:1'{named}}}\n")
+    argv = ["picker", "--mode", "aggregated", "--config", str(fleet), "--print-config"]
+    assert main(argv) == 0
+    assert ("over gRPC without TLS" in capsys.readouterr().err) is has_key
+    pair = ["--grpc-certificate", str(key), "--grpc-key", str(key)]
+    assert main([*argv, *pair]) == 0
+    assert "over gRPC without TLS" not in capsys.readouterr().err
+
+
 def test_a_sidecar_with_a_broker_prints_instead_of_connecting(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
