@@ -2,6 +2,8 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final, cast
@@ -13,6 +15,7 @@ from kvparams_proxy.cli.proxy_command import (
     load_configuration,
     run_server,
 )
+from kvparams_proxy.config.discovery_url import KubernetesSource, parse_discovery_url
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.picker.objectives import parse_objectives
 from kvparams_proxy.picker.settings import PARTNER_DIALECTS, PartnerDialect, PickerSettings, PickerTLS
@@ -120,12 +123,19 @@ class PickerCommand:
                 "sidecars must be told their prefill engine: add --sign-with FILE --audience NAME, or choose "
                 "--partner-header llm-d, or --mode aggregated where every engine does both"
             )
+        picker = replace(picker, pool=_pool(arguments.discover))
         missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
         notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
         if picker.tls is None and any(entry.credential_sources.key_file is not None for entry in asked.entries):
             notes.append(_PLAIN_KEYS)
         make = partial(create_picker_app, picker=picker)
         return run_server("picker", asked, notes, arguments=arguments, make=make)
+
+
+def _pool(discovered: Sequence[str]) -> KubernetesSource | None:
+    """Returns the InferencePool among the sources of engines."""
+    sources = [parse_discovery_url(text) for text in discovered]
+    return next((each for each in sources if isinstance(each, KubernetesSource) and each.pool is not None), None)
 
 
 def _picker_settings(arguments: argparse.Namespace) -> PickerSettings | str:

@@ -130,7 +130,8 @@ def add_fleet_flags(group: "argparse._ArgumentGroup") -> None:  # pyright: ignor
         default=[],
         metavar="URL",
         help="find engines instead of listing them, and follow what changes: "
-        "kubernetes://NAMESPACE?selector=app%%3Dvllm for pods with these labels, dns://HOST:PORT?role=prefill for the "
+        "kubernetes://NAMESPACE?selector=app%%3Dvllm for pods with these labels, kubernetes://NAMESPACE?pool=NAME for "
+        "those of an InferencePool, dns://HOST:PORT?role=prefill for the "
         "addresses of a name, dns+srv://NAME?role=decode for SRV records. Repeat the option for each source; see "
         "docs/kubernetes.md",
     )

@@ -1,10 +1,12 @@
 """The URLs of `--discover`: where engines are found that nobody lists by hand.
 
 kubernetes://NAMESPACE?selector=app%3Dvllm            pods; `resource=endpointslices`, `port=8000`
+kubernetes://NAMESPACE?pool=NAME                      the pods of an InferencePool of the Gateway API
 dns://prefill.example:8000?role=prefill               A and AAAA records
 dns+srv://_vllm._tcp.example?role=decode              SRV records, which say the ports
 """
 
+import re
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import parse_qsl, urlsplit
@@ -19,20 +21,23 @@ _SCHEMES: Final = ("kubernetes", "dns", "dns+srv")
 _SHORT_SCHEMES: Final = {"k8s": "kubernetes", "kube": "kubernetes", "srv": "dns+srv"}
 _MAX_PORT: Final = 65535
 _LONGEST_SELECTOR: Final = 2048
+_POOL: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 
 @dataclass(frozen=True, slots=True)
 class KubernetesSource:
     """Pods or endpoint slices of one namespace."""
 
-    selector: str
+    selector: str = ""
     """As `kubectl get --selector` takes it."""
     namespace: str | None = None
     """That of the service account or of the kubeconfig's context, if not said."""
-    port: int = 8000
-    """Of engines whose pod does not say it."""
+    ports: tuple[int, ...] = (8000,)
+    """Of engines whose pod does not say it. Behind several ports of one pod are data-parallel ranks."""
     resource: str = RESOURCES[0]
     """One of `RESOURCES`."""
+    pool: str | None = None
+    """The name of the InferencePool that says selector and ports."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ def parse_discovery_url(text: str) -> DiscoverySource:
     if parts.path.strip("/") or parts.fragment or parts.username is not None:
         raise ValueError("has a host and settings behind ?, and nothing else")
     settings = dict(parse_qsl(parts.query, keep_blank_values=True))
-    known = ("selector", "resource", "port") if parts.scheme == "kubernetes" else ("role", "connector")
+    known = ("selector", "resource", "port", "pool") if parts.scheme == "kubernetes" else ("role", "connector")
     for name in settings:
         if name not in known:
             raise ValueError(f"{name!r} is no setting of it; {did_you_mean(name, known)}it has {' and '.join(known)}")
@@ -86,9 +91,16 @@ def parse_discovery_url(text: str) -> DiscoverySource:
 
 
 def _kubernetes(namespace: str | None, settings: dict[str, str]) -> KubernetesSource:
+    pool = settings.get("pool")
+    if pool is not None:
+        if len(settings) > 1:
+            raise ValueError("pool says selector and port: write nothing beside it")
+        if not _POOL.fullmatch(pool):
+            raise ValueError("pool must be the name of an InferencePool")
+        return KubernetesSource(namespace=namespace or None, pool=pool)
     selector = settings.get("selector", "")
     if not selector or len(selector) > _LONGEST_SELECTOR or not selector.isprintable():
-        raise ValueError("needs selector=LABELS, written as in a URL: selector=app%3Dvllm for app=vllm")
+        raise ValueError("needs selector=LABELS, written as in a URL: selector=app%3Dvllm for app=vllm, or pool=NAME")
     port = settings.get("port", "8000")
     if not port.isascii() or not port.isdecimal() or not 0 < int(port[:6]) <= _MAX_PORT:
         raise ValueError(f"port must be from 1 to {_MAX_PORT}")
@@ -96,4 +108,4 @@ def _kubernetes(namespace: str | None, settings: dict[str, str]) -> KubernetesSo
         resource = must_be_one_of(settings.get("resource", RESOURCES[0]), RESOURCES)
     except ValueError as error:
         raise ValueError(f"resource {error}") from None
-    return KubernetesSource(selector, namespace or None, int(port), resource)
+    return KubernetesSource(selector, namespace or None, (int(port),), resource)

@@ -18,6 +18,8 @@ __all__ = ["ExpiredVersion", "KubernetesAPI", "KubernetesError", "ListResult", "
 _PATHS: Final[Mapping[str, str]] = {
     "pods": "/api/v1/namespaces/{}/pods",
     "endpointslices": "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices",
+    "inferencepools": "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools",
+    "inferenceobjectives": "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives",
 }
 _PAGE: Final = 500
 """Objects of one answer to a list."""
@@ -60,8 +62,8 @@ class KubernetesAPI:
         """Reads the credentials. Blocks.
 
         Args:
-            resource: `pods` or `endpointslices`.
-            selector: as `kubectl get --selector` takes it.
+            resource: `pods`, `endpointslices`, `inferencepools` or `inferenceobjectives`.
+            selector: as `kubectl get --selector` takes it; empty: all.
             namespace: that of the service account or of the kubeconfig's context, if not said.
 
         Raises:

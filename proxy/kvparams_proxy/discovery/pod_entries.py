@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from ipaddress import IPv6Address, ip_address
 from typing import Any, Final, cast
 
-__all__ = ["EngineEntry", "endpoint_slice_entries", "pod_entry"]
+__all__ = ["EngineEntry", "endpoint_slice_entries", "pod_entries"]
 
 _PREFIX: Final = "kvparams.io/"
 _LLM_D_ROLE: Final = "llm-d.ai/role"
@@ -35,6 +35,8 @@ _TEXTS: Final = ("connector", "group", "compatibility", "store")
 _MOST_LABELS: Final = 32
 _LONGEST_LABEL: Final = 253
 _MAX_PORT: Final = 65535
+_LONGEST_NAME: Final = 122
+"""Of a pod, in an instance's id that has the port behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,14 @@ class EngineEntry:
     """Whether the object says the role itself; otherwise its labels have to."""
 
 
-def pod_entry(pod: Mapping[str, Any], port: int) -> EngineEntry | None:
-    """Returns the engine of a pod, or None for a pod without an address or that has ended.
+def pod_entries(pod: Mapping[str, Any], ports: Sequence[int]) -> Sequence[EngineEntry]:
+    """Returns the engines of a pod; none of a pod without an address or that has ended.
 
     A pod that is being deleted, or that is not ready, gets no new requests.
 
     Args:
         pod: as the API has it.
-        port: of engines whose pod does not say it.
+        ports: of its engines, where the pod does not say one. Behind several ports are data-parallel ranks.
 
     Raises:
         ValueError: an annotation cannot be used; the message names it.
@@ -64,17 +66,14 @@ def pod_entry(pod: Mapping[str, Any], port: int) -> EngineEntry | None:
     metadata, status = _mapping(pod, "metadata"), _mapping(pod, "status")
     address = status.get("podIP")
     if not isinstance(address, str) or not address or status.get("phase") in ("Succeeded", "Failed"):
-        return None
+        return ()
     conditions = _sequence(status, "conditions")
     is_ready = any(each.get("type") == "Ready" and each.get("status") == "True" for each in conditions)
-    return _entry(
-        _text(metadata, "name"),
-        _text(metadata, "uid"),
-        address,
-        _facts(metadata),
-        port,
-        drain=not is_ready or metadata.get("deletionTimestamp") is not None,
-    )
+    drain = not is_ready or metadata.get("deletionTimestamp") is not None
+    name, uid, facts = _text(metadata, "name"), _text(metadata, "uid"), _facts(metadata)
+    if len(ports) == 1 or facts.port("port") is not None:
+        return (_entry(name, uid, address, facts, ports[0], drain=drain),)
+    return tuple(_entry(f"{name[:_LONGEST_NAME]}-{port}", uid, address, facts, port, drain=drain) for port in ports)
 
 
 def endpoint_slice_entries(slice: Mapping[str, Any], port: int) -> Iterator[EngineEntry]:

@@ -1,21 +1,25 @@
 """The picker as an app: the proxy's lifespan with a gRPC server in it; over HTTP only health, metrics and admin API."""
 
+import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from starlette.applications import Starlette
 
 from kvparams.signing.partner_claim import PartnerSigner
 from kvparams_proxy.config.settings import Settings
+from kvparams_proxy.discovery.kubernetes_api import KubernetesAPI
+from kvparams_proxy.discovery.object_watcher import ObjectWatcher
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.endpoint_names import EndpointNames
 from kvparams_proxy.picker.context import PickerContext
 from kvparams_proxy.picker.handlers import PickHandler
 from kvparams_proxy.picker.metrics import PickerMetrics
-from kvparams_proxy.picker.objectives import StaticObjectives
+from kvparams_proxy.picker.objectives import ObjectiveSource, StaticObjectives, WatchedObjectives
 from kvparams_proxy.picker.server import serve_picks
 from kvparams_proxy.picker.settings import PickerSettings
 from kvparams_proxy.requests.body import BodyBudget
@@ -28,6 +32,8 @@ from kvparams_proxy.server.lifespan_helpers import role_alone
 from kvparams_proxy.server.public_api import EXCEPTION_HANDLERS, public_routes
 
 __all__ = ["create_picker_app"]
+
+_log: Final = logging.getLogger(__name__)
 
 
 def create_picker_app(settings: Settings, picker: PickerSettings) -> Starlette:
@@ -59,14 +65,35 @@ async def _lifespan(
     """Is Starlette's `lifespan`, once all arguments but the last are bound."""
     async with AsyncExitStack() as stack:
         state = await stack.enter_async_context(app_lifespan(settings, plugins, None, None, app))
-        context = _context(settings, picker, plugins, state)
+        context = _context(settings, picker, plugins, state, await _objectives(stack, picker))
         state["exposition"].add(context.metrics)
         state["draining"].add(await stack.enter_async_context(serve_picks(context)))
         yield {**{name: value for name, value in state.items() if name != DIRECT_ENDPOINTS_KEY}, "picker": context}
 
 
+async def _objectives(stack: AsyncExitStack, picker: PickerSettings) -> ObjectiveSource | None:
+    """Returns the objectives of flags and of the pool, which are followed until the stack is closed."""
+    pool = picker.pool
+    if pool is None or pool.pool is None:
+        return StaticObjectives(picker.objectives) if picker.objectives else None
+    found = WatchedObjectives(pool.pool, picker.objectives)
+    name = f"objectives of pool {pool.pool}"
+    api = KubernetesAPI("inferenceobjectives", "", pool.namespace)
+    watcher = ObjectWatcher(
+        name, api, lambda watched: found.replace(watched.objects.values()), partial(_log.warning, "%s: %s", name)
+    )
+    task = asyncio.create_task(watcher.run(), name=name)
+    stack.push_async_callback(asyncio.wait, [task])
+    stack.callback(task.cancel)
+    return found
+
+
 def _context(
-    settings: Settings, picker: PickerSettings, plugins: AppPlugins, state: Mapping[str, Any]
+    settings: Settings,
+    picker: PickerSettings,
+    plugins: AppPlugins,
+    state: Mapping[str, Any],
+    objectives: ObjectiveSource | None,
 ) -> PickerContext:
     """Makes what streams share, of what the lifespan has made."""
     resources: ExecutionResources = state["resources"]
@@ -89,7 +116,7 @@ def _context(
         registry=state["registry"],
         endpoints=EndpointNames(resources.fleet, resources.pools),
         metrics=PickerMetrics(),
-        objectives=StaticObjectives(picker.objectives) if picker.objectives else None,
+        objectives=objectives,
         signer=signer,
         is_draining=lambda: bool(draining.is_draining),
     )

@@ -3,10 +3,10 @@
 Source: `InferenceObjective` of the Gateway API Inference Extension.
 """
 
-from collections.abc import Mapping
-from typing import Final, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Final, Protocol, cast
 
-__all__ = ["OBJECTIVE_HEADER", "ObjectiveSource", "StaticObjectives", "parse_objectives"]
+__all__ = ["OBJECTIVE_HEADER", "ObjectiveSource", "StaticObjectives", "WatchedObjectives", "parse_objectives"]
 
 OBJECTIVE_HEADER: Final = b"x-gateway-inference-objective"
 _MOST: Final = 1 << 31
@@ -32,6 +32,39 @@ class StaticObjectives:
     def priority(self, name: str) -> int | None:
         """See `ObjectiveSource.priority`."""
         return self._priorities.get(name)
+
+
+class WatchedObjectives:
+    """The objectives of an InferencePool, as the Kubernetes API has them: an `ObjectiveSource`.
+
+    Source: gateway-api-inference-extension v1.0.0, `apix/v1alpha2/inferenceobjective_types.go`: an objective without a
+    priority has 0.
+    """
+
+    def __init__(self, pool: str, others: Mapping[str, int]) -> None:
+        """`others`: those of flags, which count more."""
+        self._pool = pool
+        self._others = dict(others)
+        self._found: dict[str, int] = {}
+
+    def priority(self, name: str) -> int | None:
+        """See `ObjectiveSource.priority`."""
+        found = self._others.get(name)
+        return self._found.get(name) if found is None else found
+
+    def replace(self, objects: Iterable[Mapping[str, Any]]) -> None:
+        """Takes the objectives of all pools. One without a usable priority is none."""
+        self._found = {}
+        for each in objects:
+            spec = _mapping(each, "spec")
+            priority = spec.get("priority", 0)
+            if _mapping(spec, "poolRef").get("name") == self._pool and type(priority) is int and abs(priority) < _MOST:
+                self._found[str(_mapping(each, "metadata").get("name"))] = priority
+
+
+def _mapping(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = document.get(name)
+    return cast("Mapping[str, Any]", found) if isinstance(found, dict) else {}
 
 
 def parse_objectives(given: list[str]) -> dict[str, int]:

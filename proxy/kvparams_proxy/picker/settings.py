@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal, get_args
 
+from kvparams_proxy.config.discovery_url import KubernetesSource
+
 __all__ = ["PARTNER_DIALECTS", "PartnerDialect", "PickerSettings", "PickerTLS"]
 
 PartnerDialect = Literal["signed", "llm-d", "both"]
@@ -34,5 +36,7 @@ class PickerSettings:
     partner_dialect: PartnerDialect = "signed"
     objectives: Mapping[str, int] = field(default_factory=dict[str, int])
     """The priorities of requests by the objective that they name."""
+    pool: KubernetesSource | None = None
+    """The InferencePool whose objectives are read from the Kubernetes API, too."""
     max_streams: int = 10_000
     """Requests at once; the data plane is told that there is no room for more."""

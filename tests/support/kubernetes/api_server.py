@@ -23,15 +23,19 @@ _POLL_S: Final = 0.005
 _KINDS: Final = {
     "/api/v1/namespaces/{}/pods": "PodList",
     "/apis/discovery.k8s.io/v1/namespaces/{}/endpointslices": "EndpointSliceList",
+    "/apis/inference.networking.k8s.io/v1/namespaces/{}/inferencepools": "InferencePoolList",
+    "/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{}/inferenceobjectives": "InferenceObjectiveList",
 }
 
 
 class FakeAPIServer:
-    """The server. `pods` and `slices` are what it has."""
+    """The server. `pods`, `slices`, `pools` and `objectives` are what it has."""
 
     def __init__(self, namespace: str = "default") -> None:
         self.pods = ObjectHistory()
         self.slices = ObjectHistory()
+        self.pools = ObjectHistory()
+        self.objectives = ObjectHistory()
         self.port = 0
         self.status: int | None = None
         """Refuses everything with this status."""
@@ -46,7 +50,8 @@ class FakeAPIServer:
         self.bookmark_s = 0.2
         self.lists = 0
         self.watches = 0
-        self._histories = dict(zip((each.format(namespace) for each in _KINDS), (self.pods, self.slices), strict=True))
+        histories = (self.pods, self.slices, self.pools, self.objectives)
+        self._histories = dict(zip((each.format(namespace) for each in _KINDS), histories, strict=True))
         self._namespace = namespace
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.StreamWriter] = set()

@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,8 @@ import pytest
 from demo.client import NO_CERTIFICATES
 from kvparams_proxy.config_errors import ConfigError
 from kvparams_proxy.discovery.kubernetes_api import ExpiredVersion, KubernetesAPI, KubernetesError
+from kvparams_proxy.discovery.object_watcher import ObjectWatcher
+from kvparams_proxy.picker.objectives import WatchedObjectives
 from tests.support.kubernetes.api_server import FakeAPIServer
 from tests.support.processes import Processes, free_ports
 from tests.support.stub_engine import StubEngines
@@ -69,7 +71,12 @@ class Site:
 
 
 @asynccontextmanager
-async def _site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> AsyncGenerator[Site]:
+async def _site(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *flags: str,
+    begin: Callable[[FakeAPIServer], None] = lambda api: None,
+) -> AsyncGenerator[Site]:
     async with (
         FakeAPIServer().running() as api,
         await StubEngines.start(prefill=[0, 0], decode=[0, 0]) as stub,
@@ -78,6 +85,7 @@ async def _site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) ->
         monkeypatch.setenv("KUBECONFIG", str(api.write_kubeconfig(tmp_path / "kubeconfig")))
         for number, engine in enumerate(stub.engines):
             put_pod(api, f"{engine.role}-{number}", engine.role, engine.port)
+        begin(api)
         (port,) = free_ports(1)
         command = [_KVPARAMS, "proxy", "--host", "127.0.0.1", "--port", str(port), *(flags or _FLAGS)]
         with Processes(tmp_path) as processes:
@@ -133,6 +141,61 @@ async def test_pods_and_slices_are_found_with_our_own_flag(tmp_path: Path, monke
     flags = ("--discover", selector, "--prefill-labels", "model=llama-prefill", "--decode-labels", "model=llama-decode")
     async with _site(tmp_path, monkeypatch, *flags) as site:
         assert await site.complete() == 200
+
+
+def _put_pool(api: FakeAPIServer, **labels: str) -> None:
+    spec = {"selector": {"matchLabels": labels}, "targetPorts": [{"number": 8000}]}
+    api.pools.put("llama", {}, spec=spec)
+
+
+def _of_pod(site: Site, number: int) -> dict[str, Any]:
+    conditions = [{"type": "Ready", "status": "True"}]
+    return {
+        "metadata": {"annotations": {"kvparams.io/port": str(site.stub.engines[number].port)}},
+        "status": {"podIP": "127.0.0.1", "phase": "Running", "conditions": conditions},
+    }
+
+
+async def test_the_pods_of_a_pool_are_found_whatever_becomes_of_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = "kubernetes://default?pool=llama"
+    flags = ("--discover", pool, "--prefill-labels", "model=llama-prefill", "--decode-labels", "model=llama-decode")
+    async with _site(tmp_path, monkeypatch, *flags, begin=lambda api: _put_pool(api, environment="router")) as site:
+        assert await site.complete() == 200
+        site.api.pools.put("other", {}, spec={"selector": {"matchLabels": {"environment": "none"}}})
+        put_pod(site.api, "prefill-9", "prefill", site.stub.engines[0].port)
+        await until(lambda: _has(site, "prefill", 3))
+        # The pool selects other pods.
+        site.api.pods.put("decode-4", {"environment": "blue", "model": _LABELS["decode"]}, **_of_pod(site, 2))
+        site.api.pods.put("prefill-4", {"environment": "blue", "model": _LABELS["prefill"]}, **_of_pod(site, 0))
+        _put_pool(site.api, environment="blue")
+        await until(lambda: _has(site, "prefill", 1))
+        assert await site.complete() == 200
+        # Without its pool the fleet stays, and health says why.
+        site.api.pools.delete("llama")
+        await until(lambda: _says(site, "there is no InferencePool"))
+        assert await site.complete() == 200
+
+
+async def test_objectives_are_followed(api: FakeAPIServer) -> None:
+    found = WatchedObjectives("llama", {})
+    kubernetes = KubernetesAPI("inferenceobjectives", "")
+    refused: list[str] = []
+    watcher = ObjectWatcher("test", kubernetes, lambda watched: found.replace(watched.objects.values()), refused.append)
+    task = asyncio.create_task(watcher.run())
+    try:
+        spec = {"poolRef": {"name": "llama"}, "priority": 5}
+        api.objectives.put("high", {}, spec=spec)
+        await until(lambda: found.priority("high") == 5)
+        api.objectives.put("high", {}, spec={**spec, "priority": -1})
+        await until(lambda: found.priority("high") == -1)
+        api.objectives.delete("high")
+        await until(lambda: found.priority("high") is None)
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+    assert not refused
 
 
 @pytest.fixture

@@ -12,8 +12,9 @@ from kvparams_proxy.config.discovery_url import DNSSource, KubernetesSource, par
         ("kubernetes://?selector=app%3Dvllm", KubernetesSource("app=vllm")),
         (
             "kubernetes://prod?selector=a%3D1,b%3D2&port=80&resource=endpointslices",
-            KubernetesSource("a=1,b=2", "prod", 80, "endpointslices"),
+            KubernetesSource("a=1,b=2", "prod", (80,), "endpointslices"),
         ),
+        ("kubernetes://prod?pool=llama-3", KubernetesSource(namespace="prod", pool="llama-3")),
         ("dns://prefill.example:8000?role=prefill", DNSSource("prefill.example", Role.PREFILL, 8000)),
         (
             "dns+srv://_vllm._tcp.example?role=decode&connector=nixl",
@@ -30,6 +31,9 @@ def test_a_url_names_a_source(text: str, source: object) -> None:
     [
         ("consul://x", "must begin with kubernetes://, dns://, dns\\+srv://"),
         ("kubernetes://x", "needs selector=LABELS"),
+        ("kubernetes://x?pool=a&port=1", "write nothing beside it"),
+        ("kubernetes://x?pool=", "must be the name of an InferencePool"),
+        ("kubernetes://x?pool=A%2CB", "must be the name of an InferencePool"),
         ("kubernetes://x?selector=a&port=0", "port must be from 1 to 65535"),
         ("kubernetes://x?selector=a&resource=pod", "resource .*did you mean pods"),
         ("kubernetes://x?selectr=a", "did you mean selector"),

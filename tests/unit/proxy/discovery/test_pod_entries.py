@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvparams_proxy.discovery.pod_entries import endpoint_slice_entries, pod_entry
+from kvparams_proxy.discovery.pod_entries import endpoint_slice_entries, pod_entries
 
 
 def _pod(labels: Mapping[str, str], annotations: Mapping[str, str] | None = None, **more: Any) -> dict[str, Any]:
@@ -21,8 +21,7 @@ def test_our_own_labels_and_annotations_say_everything() -> None:
         "kvparams.io/bootstrap-port": "8998",
         "kvparams.io/kv-events-port": "5557",
     }
-    found = pod_entry(_pod({"kvparams.io/role": "prefill", "kvparams.io/group": "a"}, annotations), 8000)
-    assert found is not None
+    (found,) = pod_entries(_pod({"kvparams.io/role": "prefill", "kvparams.io/group": "a"}, annotations), [8000])
     assert found.uid == "u"
     assert found.document == {
         "id": "p-0",
@@ -47,8 +46,7 @@ def test_our_own_labels_and_annotations_say_everything() -> None:
     ],
 )
 def test_roles_of_others(labels: dict[str, str], role: str | None) -> None:
-    found = pod_entry(_pod(labels), 8000)
-    assert found is not None
+    (found,) = pod_entries(_pod(labels), [8000])
     assert found.document.get("role") == role
 
 
@@ -62,19 +60,17 @@ def test_roles_of_others(labels: dict[str, str], role: str | None) -> None:
     ],
 )
 def test_a_pod_that_is_not_ready_or_is_being_deleted_drains(changes: dict[str, Any], drains: bool) -> None:
-    found = pod_entry(_pod({}, **changes), 8000)
-    assert found is not None
+    (found,) = pod_entries(_pod({}, **changes), [8000])
     assert found.document["drain"] is drains
 
 
 @pytest.mark.parametrize("changes", [{"podIP": None}, {"podIP": ""}, {"phase": "Failed"}, {"phase": "Succeeded"}])
 def test_a_pod_without_an_address_is_no_engine(changes: dict[str, Any]) -> None:
-    assert pod_entry(_pod({}, **changes), 8000) is None
+    assert pod_entries(_pod({}, **changes), [8000]) == ()
 
 
 def test_an_address_of_version_6_has_brackets() -> None:
-    found = pod_entry(_pod({}, podIP="fd00::1"), 8000)
-    assert found is not None
+    (found,) = pod_entries(_pod({}, podIP="fd00::1"), [8000])
     assert found.document["url"] == "http://[fd00::1]:8000"
 
 
@@ -88,14 +84,14 @@ def test_an_address_of_version_6_has_brackets() -> None:
 )
 def test_what_cannot_be_used_is_said(pod: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        pod_entry(pod, 8000)
+        pod_entries(pod, [8000])
 
 
 def test_pods_of_any_shape_raise_nothing_else() -> None:
     pods: list[dict[str, Any]] = [{}, {"metadata": None, "status": []}]
     pods.append({"metadata": {"labels": [1]}, "status": {"conditions": 7}})
     for pod in pods:
-        assert pod_entry(pod, 8000) is None
+        assert pod_entries(pod, [8000]) == ()
 
 
 def test_an_endpoint_slice_names_its_endpoints() -> None:
@@ -111,3 +107,14 @@ def test_an_endpoint_slice_names_its_endpoints() -> None:
     first, second = endpoint_slice_entries(slice, 8000)
     assert (first.document["id"], first.document["url"], first.uid) == ("p-0", "http://10.0.0.1:8080", "u")
     assert (second.document["id"], second.document["drain"]) == ("10.0.0.2", True)
+
+
+def test_behind_several_ports_are_ranks() -> None:
+    pod = _pod({"kvparams.io/role": "decode"})
+    found = pod_entries(pod, [8000, 8001])
+    assert [(each.document["id"], each.document["url"]) for each in found] == [
+        ("p-0-8000", "http://10.0.0.1:8000"),
+        ("p-0-8001", "http://10.0.0.1:8001"),
+    ]
+    (said,) = pod_entries(_pod({}, {"kvparams.io/port": "9000"}), [8000, 8001])
+    assert (said.document["id"], said.document["url"]) == ("p-0", "http://10.0.0.1:9000")

@@ -13,6 +13,7 @@ from kvparams.instances import Role, RoundRobin
 from kvparams_proxy.config.discovery_url import KubernetesSource
 from kvparams_proxy.discovery.kubernetes_api import KubernetesAPI
 from kvparams_proxy.discovery.kubernetes_provider import KubernetesProvider
+from kvparams_proxy.discovery.object_watcher import ObjectWatcher
 from kvparams_proxy.discovery.watched_objects import WatchedObjects
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.registry.instance_spec import SpecRules
@@ -241,19 +242,16 @@ def test_ten_minutes_without_the_api_change_nothing_and_are_said(site: Site, how
     assert state.unreachable is None
 
 
-def _believe_at_once(provider: KubernetesProvider) -> Callable[[Registry], Any]:
-    async def faulty(registry: Registry) -> None:
-        found = await provider._api.list()  # pyright: ignore[reportPrivateUsage]
-        provider._watched.replace(found.objects, found.version)  # pyright: ignore[reportPrivateUsage]
-        provider._publish(registry)  # pyright: ignore[reportPrivateUsage]
-
-    return faulty
+async def _believe_at_once(watcher: ObjectWatcher) -> None:
+    found = await watcher._api.list()  # pyright: ignore[reportPrivateUsage]
+    watcher.watched.replace(found.objects, found.version)
+    watcher._changed(watcher.watched)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_control_without_the_second_list_an_empty_one_empties_the_fleet(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(site.provider, "_list", _believe_at_once(site.provider))
+    monkeypatch.setattr(ObjectWatcher, "_list", _believe_at_once)
     site.api.is_next_empty = True
     site.history.others_change()
     site.history.forget()
