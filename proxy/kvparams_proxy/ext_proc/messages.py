@@ -17,7 +17,7 @@ __all__ = [
     "SUBSET",
     "SUBSET_NAMESPACE",
     "BodyMode",
-    "MalformedMessage",
+    "MalformedGatewayMessage",
     "Message",
     "ResponseMaker",
     "body_mode",
@@ -72,7 +72,7 @@ _ERROR_STATUSES: Final = frozenset((*range(400, 418), *range(421, 425), 426, 428
 """Of those that `StatusCode` knows. Envoy takes no others (http_status.proto)."""
 
 
-class MalformedMessage(ValueError):
+class MalformedGatewayMessage(ValueError):
     """A data plane has sent what the protocol does not have."""
 
 
@@ -98,11 +98,11 @@ def header_pairs(request: Message) -> list[tuple[bytes, bytes]]:
     """Returns the headers, pseudo headers among them, with names in lower case as Envoy sends them.
 
     Raises:
-        MalformedMessage: it has none.
+        MalformedGatewayMessage: it has none.
     """
     kind = kind_of(request)
     if kind not in ("request_headers", "response_headers"):
-        raise MalformedMessage(f"a message with headers was expected, not {kind}")
+        raise MalformedGatewayMessage(f"a message with headers was expected, not {kind}")
     headers = getattr(request, kind).headers.headers
     return [(each.key.encode(), each.raw_value or each.value.encode()) for each in headers]
 

@@ -111,7 +111,7 @@ class _Service:
         metrics.streams += 1
         try:
             await PickerStream(self._context, requests, call.write).run()
-        except ext_proc.MalformedMessage as malformed:
+        except ext_proc.MalformedGatewayMessage as malformed:
             await call.abort(_grpc.StatusCode.INVALID_ARGUMENT, str(malformed))
         except Exception:
             metrics.faults += 1

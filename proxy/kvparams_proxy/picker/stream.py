@@ -252,7 +252,7 @@ class PickerStream:
         headers = dict(ext_proc.header_pairs(message))
         status, maker = headers.get(b":status", b""), ext_proc.response_maker(message)
         if not status.isdigit():
-            raise ext_proc.MalformedMessage("the headers of a response have no status")
+            raise ext_proc.MalformedGatewayMessage("the headers of a response have no status")
         instance = self._context.count_served(ext_proc.served_endpoint(message), self._endpoints, maker)
         pick.answered(Response(int(status[:3]), instance, maker))
         length = headers.get(b"content-length", b"")

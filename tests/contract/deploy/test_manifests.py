@@ -89,7 +89,7 @@ def test_the_service_account_may_only_list_and_watch() -> None:
     (role,) = (found for found in rendered("rights") if found["kind"] == "Role")
     for rule in role["rules"]:
         assert set(rule["verbs"]) == {"list", "watch"}
-        assert set(rule["resources"]) <= {"pods", "endpointslices"}
+        assert set(rule["resources"]) <= {"pods", "endpointslices", "inferencepools", "inferenceobjectives"}
 
 
 def test_a_proxy_has_the_time_to_end_that_its_options_ask_for() -> None:

@@ -14,7 +14,7 @@ import pytest
 from kvparams_proxy.cli.picker_command import COMMAND
 from kvparams_proxy.cli.proxy_command import load_configuration
 from kvparams_proxy.ext_proc.message_types import ProcessingRequest
-from kvparams_proxy.ext_proc.messages import MalformedMessage
+from kvparams_proxy.ext_proc.messages import MalformedGatewayMessage
 from kvparams_proxy.picker.app import create_picker_app
 from kvparams_proxy.picker.context import PickerContext
 from kvparams_proxy.picker.settings import PickerSettings
@@ -243,6 +243,6 @@ async def test_a_request_without_a_use_for_its_body_is_answered_with_it(context:
 async def test_what_is_malformed_is_said_to_be(context: PickerContext, messages: list[Any]) -> None:
     wire = Wire()
     wire.put(*messages, None)
-    with pytest.raises(MalformedMessage):
+    with pytest.raises(MalformedGatewayMessage):
         await PickerStream(context, wire, wire.write).run()
     assert load(context) == 0
