@@ -72,6 +72,11 @@ class RoutingFeed:
         ledger = self._ledgers.get(worker)
         return self._capacity if ledger is None else ledger.capacity
 
+    def held_blocks(self, worker: Hashable) -> int:
+        """Returns the number of blocks that a worker is believed to have."""
+        ledger = self._ledgers.get(worker)
+        return 0 if ledger is None else len(ledger.held)
+
     def contents(self) -> Iterator[tuple[Hashable, int, BlockHashes, BlockHashes]]:
         """Yields what workers are believed to have, used last first, in steps of a millisecond or two.
 

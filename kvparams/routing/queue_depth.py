@@ -1,4 +1,4 @@
-"""Reads an engine's queue depth, the number of requests that it runs or queues, from its Prometheus metrics.
+"""Reads an engine's load from its Prometheus metrics: the requests that it runs or queues, and how full its cache is.
 
 Only the lines that are wanted are parsed; the rest of the text is skipped by searching for their names.
 """
@@ -7,7 +7,7 @@ import re
 from math import isfinite
 from typing import Final
 
-__all__ = ["QueueDepthError", "parse_queue_depth"]
+__all__ = ["QueueDepthError", "parse_cache_usage", "parse_queue_depth"]
 
 _NAMES: Final = (
     b"vllm:num_requests_running",
@@ -25,6 +25,10 @@ _RANK: Final = re.compile(rb'(?:^|,)(?:engine|dp_rank)="([^"]*)"')
 """Data-parallel engines behind one address. Tensor-parallel ranks report the same requests again."""
 _PRIORITY: Final = re.compile(rb'(?:^|,)priority="[^"]')
 """SGLang repeats each total by priority."""
+_USAGE_NAMES: Final = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
+"""The share of the KV cache that is used, from 0 to 1, in the same places; `gpu_cache_usage_perc` until vLLM 0.10."""
+_USAGE: Final = re.compile(rb"(?:\{[^\n]{0,2048}\})?[ \t]+([0-9.eE+-]{1,32})")
+"""Labels and value, behind the name."""
 _MOST_SAMPLES: Final = 1024
 _LONGEST_LINE: Final = 4096
 _MOST_BYTES: Final = 256 << 10
@@ -81,6 +85,30 @@ def parse_queue_depth(text: bytes | bytearray) -> int | None:
     if total > _MOST_REQUESTS:
         raise QueueDepthError("there are implausibly many requests")
     return round(total)
+
+
+def parse_cache_usage(text: bytes | bytearray) -> float | None:
+    """Returns the share of the KV cache that is used, the highest of all data-parallel ranks; None if it is not told.
+
+    `text`: see `parse_queue_depth`.
+    """
+    highest: float | None = None
+    for name in _USAGE_NAMES:
+        at = -1
+        for _ in range(_MOST_SAMPLES):
+            at = text.find(name, at + 1)
+            if at < 0:
+                break
+            sample = _USAGE.match(text, at + len(name))
+            if sample is None or (at and text[at - 1] != 0x0A):  # a comment, or another name
+                continue
+            try:
+                share = float(sample[1])
+            except ValueError:
+                continue
+            if 0.0 <= share <= 1.0:
+                highest = share if highest is None else max(highest, share)
+    return highest
 
 
 def _count(value: bytes) -> float:

@@ -30,6 +30,7 @@ from kvparams_proxy.cli.security_configuration import (
     server_tls,
     sharing_settings,
     signing_settings,
+    viewer_token,
 )
 from kvparams_proxy.cli.shared_urls import notes_of_shared_urls
 from kvparams_proxy.config.fleet_file import FleetFileProvider
@@ -107,7 +108,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     if provider is not None:
         options = options.override(provider.document.settings)
     options = options.override(flags)
-    admin = admin_token(options, problems)
+    admin, viewer = admin_token(options, problems), viewer_token(options, problems)
     tls = server_tls(options, problems)
     check_client_keys(options.client_keys, problems)
     signing = signing_settings(options, problems)
@@ -126,6 +127,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         provider=provider,
         found=found,
         admin_token=admin,
+        viewer_token=viewer,
         signing=signing,
         sharing=sharing,
         decode_picker=picker,
@@ -134,7 +136,8 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
         tokenizers=tokenizers,
     )
     server = _server_settings(options, tls, notes)
-    notes += notes_of_open_files(options.admin_token_file, options.share_keys, rules.credential_sources.key_file)
+    secrets = (options.admin_token_file, options.viewer_token_file, options.share_keys)
+    notes += notes_of_open_files(*secrets, rules.credential_sources.key_file)
     notes += notes_of_shared_urls(entries)
     notes += [f"left out: {error}" for error in load_tables_and_errors()[1]]
     return Configuration(
@@ -183,6 +186,7 @@ def _make_settings(
     provider: FleetFileProvider | None,
     found: tuple[InstanceProvider, ...],
     admin_token: Secret | None,
+    viewer_token: Secret | None,
     signing: SigningSettings | None,
     sharing: SharingSettings | None,
     decode_picker: PickerURL | None,
@@ -201,6 +205,7 @@ def _make_settings(
             spec_rules=rules,
             providers=(*(() if provider is None else (provider,)), *found),
             admin_token=admin_token,
+            viewer_token=viewer_token,
             client_keys=options.client_keys,
             signing=signing,
             sharing=sharing,

@@ -20,6 +20,7 @@ __all__ = [
     "server_tls",
     "sharing_settings",
     "signing_settings",
+    "viewer_token",
 ]
 
 
@@ -47,6 +48,16 @@ def admin_token(options: ProxyOptions, problems: ConfigProblems) -> Secret | Non
         return secret_from_file(options.admin_token_file)
     except SecretError as error:
         problems.add("the admin API's token", str(error))
+        return None
+
+
+def viewer_token(options: ProxyOptions, problems: ConfigProblems) -> Secret | None:
+    if options.viewer_token_file is None:
+        return None
+    try:
+        return secret_from_file(options.viewer_token_file)
+    except SecretError as error:
+        problems.add("--viewer-token-file", str(error))
         return None
 
 

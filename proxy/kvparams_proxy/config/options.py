@@ -228,11 +228,15 @@ class _SigningOptions(_OptionGroup):
 
 
 class _AdminOptions(_OptionGroup):
-    title = "admin API, under /admin"
+    title = "admin API, under /admin, and live page, at /ui"
 
-    admin_token_file: Annotated[File | None, described("serve the admin API, and require the token in this file")] = (
-        None
-    )
+    admin_token_file: Annotated[
+        File | None, described("serve the admin API and the live page, and require the token in this file")
+    ] = None
+    viewer_token_file: Annotated[
+        File | None,
+        described("serve the live page; with the token in this file it shows no addresses and changes nothing"),
+    ] = None
 
 
 class _TelemetryOptions(_OptionGroup):

@@ -64,6 +64,8 @@ class Settings:
     """Who else knows engines: the fleet file."""
     admin_token: Secret | None = None
     """The token of the admin API; without one there is none."""
+    viewer_token: Secret | None = None
+    """The token of the live page for people who may change nothing; the admin token opens the page as well."""
     client_keys: Path | None = None
     """The file of client keys (`kvparams keys`); without one anybody may ask."""
     signing: SigningSettings | None = None

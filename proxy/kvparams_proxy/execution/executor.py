@@ -125,6 +125,11 @@ class Execution:
         self._plan = manager.legs(facts, context)
         resources.running_executions.add(self)
 
+    @property
+    def record(self) -> RequestRecord:
+        """See `RunningExecution.record`."""
+        return self._account
+
     def run(self) -> None:
         """Answers the client, in one way or another. Never raises for what engines or clients do."""
         if self._life.state == "done":  # the proxy was told to shut down before this turn

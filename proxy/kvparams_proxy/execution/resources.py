@@ -21,6 +21,7 @@ from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.record_dispatcher import RecordDispatcher
+from kvparams_proxy.telemetry.request_record import RequestRecord
 from kvparams_proxy.telemetry.tracing import Tracer
 from kvparams_proxy.tokenization.service import TokenService
 
@@ -32,6 +33,11 @@ __all__ = ["ExecutionResources", "RunningExecution"]
 
 class RunningExecution(Protocol):
     """An execution that has not ended."""
+
+    @property
+    def record(self) -> RequestRecord:
+        """Returns its record, which is still being written."""
+        ...
 
     def abort_for_shutdown(self) -> None:
         """Ends the request because the proxy shuts down."""

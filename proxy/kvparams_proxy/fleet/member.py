@@ -36,6 +36,7 @@ class Member:
         "bootstrap_info",
         "breaker",
         "busy",
+        "cache_usage",
         "draining",
         "elsewhere",
         "elsewhere_tokens",
@@ -77,6 +78,8 @@ class Member:
         """Estimated prompt tokens of those."""
         self.backlog = pace
         """What it still has to do and how fast it is."""
+        self.cache_usage: float | None = None
+        """The share of its KV cache that is used, as it said last; None where nobody asks, or it does not say."""
         self.draining = False
         self.has_left = False
         self.breaker = breaker

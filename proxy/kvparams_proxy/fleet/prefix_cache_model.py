@@ -65,14 +65,14 @@ class PrefixCacheModel:
             seed: 64 bits that clients do not know.
             block_tokens: the size of a block.
         """
-        self._block_tokens = block_tokens
+        self.block_tokens: Final = block_tokens
         self._now = now
-        self._chain = BlockHasher(seed, self._block_tokens)
+        self._chain = BlockHasher(seed, self.block_tokens)
         self._index = PrefixIndex(_BLOCKS)
-        self._feed = RoutingFeed(self._index, _FITS, _MOST_FITS)
+        self.feed: Final = RoutingFeed(self._index, _FITS, _MOST_FITS)
         self._foreign = ForeignPrefixModel(block_tokens)
-        self._fetching = RemoteCacheModel(self._index, self._block_tokens, (_MOST_FITS, _BLOCKS), (_FITS, _MOST_FITS))
-        self.event_sources: Final = EventSources(self._index, self._chain, self._feed, self._namespace, now)
+        self._fetching = RemoteCacheModel(self._index, self.block_tokens, (_MOST_FITS, _BLOCKS), (_FITS, _MOST_FITS))
+        self.event_sources: Final = EventSources(self._index, self._chain, self.feed, self._namespace, now)
         """The engines that say themselves what they have."""
         self._legs: dict[Hashable, PrefillLeg] = {}
         """By transfer id of the request, which has one prefill leg at a time; those of other proxies by `begin_leg`."""
@@ -94,8 +94,8 @@ class PrefixCacheModel:
 
     def choose(self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int) -> Member:
         """Chooses the instance for a prefill leg. Its work counts from now on, until `leg_released`."""
-        facts, hashes, held = self._look(members, facts)
-        chosen, decision, reach = self._decide(policy, members, facts, turn, held)
+        facts, hashes, held = looked = self._look(members, facts)
+        chosen, decision, reach = self._decide(policy, members, looked, turn)
         leg = PrefillLeg(decision, hashes, reach)
         if hashes is not None:
             leg.foreign_rank = self._foreign.begin_leg(chosen, facts, hashes)
@@ -122,11 +122,11 @@ class PrefixCacheModel:
         self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int
     ) -> CacheExplanation:
         """Explains the decision that `choose` would make now. Nothing is counted or kept."""
-        facts, _, held = self._look(members, facts)
+        facts, _, held = looked = self._look(members, facts)
         expected = [estimate_ttft(each, facts) for each in members]
         reaches = [self._fetching.fetchable_tokens(each.instance, held) for each in members]
         sources = [_whose(one, reach) for one, reach in zip(expected, reaches, strict=True)]
-        return CacheExplanation(self._decide(policy, members, facts, turn, held)[1], expected, sources)
+        return CacheExplanation(self._decide(policy, members, looked, turn)[1], expected, sources)
 
     def cached_tokens(self, facts: RequestFacts) -> Mapping[Instance, int]:
         """Returns the tokens of the prompt that each instance is believed to have.
@@ -152,12 +152,10 @@ class PrefixCacheModel:
         had, grain = self._said(instance, facts.prompt_tokens, prompt_tokens, cached)
         if had is None or not grain:  # it may never say it
             return
-        most = (facts.prompt_tokens - 1) // self._block_tokens
+        most = (facts.prompt_tokens - 1) // self.block_tokens
         believed = min(len(routed.used), most)
-        if abs(believed * self._block_tokens - had) >= max(grain, self._block_tokens):
-            self._feed.record_reported(
-                routed._replace(used=routed.used[:believed]), min(had // self._block_tokens, most)
-            )
+        if abs(believed * self.block_tokens - had) >= max(grain, self.block_tokens):
+            self.feed.record_reported(routed._replace(used=routed.used[:believed]), min(had // self.block_tokens, most))
 
     def record_first_byte(self, member: Member, facts: RequestFacts) -> None:
         """Records the first byte of a leg that goes on with an answer: its prompt is computed."""
@@ -169,7 +167,7 @@ class PrefixCacheModel:
 
     def record_routed(self, instance: Instance, hashes: BlockHashes) -> RoutedRequest:
         """Records that an engine has these blocks from now on."""
-        return self._feed.record_routed(instance, hashes, self._now())
+        return self.feed.record_routed(instance, hashes, self._now())
 
     def prompt_computed(self, key: Hashable, member: Member) -> None:
         """Ends the work of a leg that goes on with the answer. Does nothing if there is no such leg."""
@@ -238,12 +236,12 @@ class PrefixCacheModel:
             return leg
         self._settle(leg, instance)
         if not leg.answered:
-            self._feed.record_failed(leg.routed, leg.hashes)
+            self.feed.record_failed(leg.routed, leg.hashes)
             return leg
         self._foreign.record_report(leg.foreign_rank, cached)
         settled = predicted  # what its engine has told of, too
         if not expected.fetched_tokens and leg.settled < len(leg.routed.used):
-            settled = min(predicted, leg.settled * self._block_tokens)
+            settled = min(predicted, leg.settled * self.block_tokens)
         if is_own:
             self.prediction_stats.record_leg(predicted, settled, cached)
         if cached is not None:
@@ -260,7 +258,7 @@ class PrefixCacheModel:
     @property
     def chain_mark(self) -> str:
         """Tells models apart whose block hashes differ: by their seed or the size of their blocks."""
-        return self._chain.hashes(bytes(4 * self._block_tokens), 0).tobytes().hex()
+        return self._chain.hashes(bytes(4 * self.block_tokens), 0).tobytes().hex()
 
     def chain_to(self, hash: int, blocks: int) -> BlockHashes:
         """Returns the hashes of so many blocks of one prompt that end with this one; fewer where they are not known."""
@@ -268,7 +266,7 @@ class PrefixCacheModel:
 
     def contents(self) -> Iterator[tuple[Instance, int, BlockHashes, BlockHashes]]:
         """Yields what engines are believed to have: see `RoutingFeed.contents`."""
-        for worker, capacity, hashes, parents in self._feed.contents():
+        for worker, capacity, hashes, parents in self.feed.contents():
             if isinstance(worker, Instance):
                 yield worker, capacity, hashes, parents
 
@@ -278,11 +276,11 @@ class PrefixCacheModel:
         Raises:
             ValueError: a hash stands there twice, or is 0.
         """
-        self._feed.record_contents(instance, capacity, hashes, parents, self._now())
+        self.feed.record_contents(instance, capacity, hashes, parents, self._now())
 
     def distrust_capacities(self) -> None:
         """Forgets how much fits into caches: what was learnt without the legs of other proxies is far too little."""
-        self._feed.distrust_capacities()
+        self.feed.distrust_capacities()
 
     def _said(
         self, instance: Instance, tokens: int, prompt_tokens: int | None, cached: int | None, *, still: bool = True
@@ -300,7 +298,7 @@ class PrefixCacheModel:
 
     def forget_instance(self, instance: Instance) -> None:
         """Forgets an instance that has left or restarted: its cache is empty."""
-        self._feed.forget_worker(instance)
+        self.feed.forget_worker(instance)
         self._fetching.forget_instance(instance)
         self._grains.pop(instance, None)
         self.event_sources.forget_instance(instance)
@@ -321,13 +319,14 @@ class PrefixCacheModel:
         return PromptLookup(self._fetching.annotate_facts(members, facts, held), hashes, held)
 
     def _decide(
-        self, policy: SchedulingPolicy, members: Sequence[Member], facts: RequestFacts, turn: int, held: HeldTokens
+        self, policy: SchedulingPolicy, members: Sequence[Member], looked: PromptLookup, turn: int
     ) -> tuple[Member, RoutingDecision, FetchableTokens]:
+        facts, hashes, held = looked
         chosen = policy.choose(members, facts, turn)
         expected, reach = estimate_ttft(chosen, facts), self._fetching.fetchable_tokens(chosen.instance, held)
         instances, whose = [each.instance for each in members], _whose(expected, reach)
         tokens, cached = facts.prompt_tokens, facts.cached_tokens
-        return chosen, RoutingDecision(chosen.instance, tokens, expected, instances, cached, whose), reach
+        return chosen, RoutingDecision(chosen.instance, tokens, expected, instances, cached, whose, hashes), reach
 
     def _hashes(self, facts: RequestFacts) -> BlockHashes | None:
         """Returns the block hashes of a prompt, or None without token ids."""
@@ -342,11 +341,11 @@ class PrefixCacheModel:
 
         The last token of a prompt is always computed.
         """
-        most = (tokens - 1) // self._block_tokens
+        most = (tokens - 1) // self.block_tokens
         cached: dict[Instance, int] = {}
         held: dict[SharedStore | PeerMemory, int] = {}
         for who, blocks in self._index.match(hashes).held[_HOST].items():
-            found = self._block_tokens * min(blocks, most)
+            found = self.block_tokens * min(blocks, most)
             if isinstance(who, SharedStore | PeerMemory):
                 held[who] = found
             elif isinstance(who, Instance | Member):
@@ -355,7 +354,7 @@ class PrefixCacheModel:
         return cached, held
 
     def _believe(self, leg: PrefillLeg, instance: Instance, hashes: BlockHashes) -> None:
-        routed = leg.routed = self._feed.record_routed(instance, hashes, self._now())
+        routed = leg.routed = self.feed.record_routed(instance, hashes, self._now())
         believed = len(routed.used)
         if believed < len(hashes):
             leg.fresh = int(hashes[believed])
@@ -383,15 +382,15 @@ class PrefixCacheModel:
 
     def _correct(self, leg: PrefillLeg, routed: RoutedRequest, cached: int, grain: int) -> None:
         """Corrects the model where the report contradicts it."""
-        most = (leg.decision.prompt_tokens - 1) // self._block_tokens
+        most = (leg.decision.prompt_tokens - 1) // self.block_tokens
         believed, settled = min(len(routed.used), most), min(leg.settled, most)
-        blocks = min(cached // self._block_tokens, most)
+        blocks = min(cached // self.block_tokens, most)
         if blocks > believed:
             if leg.reach.tokens >= cached:  # it was fetched, its cache need not be larger than believed
                 return
-            self._feed.record_reported(routed._replace(used=routed.used[:believed]), blocks)
-        elif settled * self._block_tokens - cached >= max(grain, self._block_tokens):
-            self._feed.record_reported(routed._replace(used=routed.used[:settled]), blocks)
+            self.feed.record_reported(routed._replace(used=routed.used[:believed]), blocks)
+        elif settled * self.block_tokens - cached >= max(grain, self.block_tokens):
+            self.feed.record_reported(routed._replace(used=routed.used[:settled]), blocks)
 
 
 def _whose(expected: TTFTEstimate, reach: FetchableTokens) -> Instance | None:

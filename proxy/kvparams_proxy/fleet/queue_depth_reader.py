@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from kvparams.instances import Role
 from kvparams.routing.foreign_load import ForeignLoad, MeanLeg
-from kvparams.routing.queue_depth import QueueDepthError, parse_queue_depth
+from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usage, parse_queue_depth
 from kvparams_proxy.event_loop.clock import Clock, ClockTimer
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
@@ -64,6 +64,8 @@ class QueueDepthReader:
         self.mean_legs: Final = {role: MeanLeg() for role in Role}
         self.results: Final = Counter[str]()
         """Counts readings by result: `read`, `failed`, `refused`."""
+        self.cache_usage_until_s = 0.0
+        """Until when `Member.cache_usage` is wanted, on the clock of `loop`: while somebody looks at it."""
         self._random = random or Random()
         self._shared_until = 0.0
         self._readers: dict[Member, _MemberReader] = {}
@@ -162,6 +164,8 @@ class _MemberReader:
     def _read(self, raw: bytes) -> None:
         owner, member = self._owner, self._member
         self._absent = True
+        if owner.loop.time() < owner.cache_usage_until_s:
+            member.cache_usage = parse_cache_usage(raw)
         try:
             depth = parse_queue_depth(raw)
         except QueueDepthError as error:

@@ -2,11 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvparams.instances import Instance
 from kvparams.routing.ttft_estimate import TTFTEstimate
 from kvparams_proxy.fleet.member import Member
+
+if TYPE_CHECKING:
+    from kvparams.index.block_hashes import BlockHashes
 
 __all__ = ["CacheExplanation", "RouteExplanation", "RoutingDecision"]
 
@@ -26,6 +29,8 @@ class RoutingDecision(NamedTuple):
     """Tokens that instances were believed to have; none where it is not named."""
     source: Instance | None = None
     """Whose memory it is to fetch from; None: from its store, or it fetches nothing."""
+    hashes: "BlockHashes | None" = None
+    """The hashes of the prompt's blocks; None where there are no token ids, or another proxy decided."""
 
     def in_engine_tokens(self, tokens: int, engine_prompt_tokens: int | None) -> int:
         """Converts a number of this decision's tokens to the engine's own.

@@ -1,4 +1,4 @@
-"""The picker as an app: the proxy's lifespan with a gRPC server in it; over HTTP only health, metrics and admin API."""
+"""The picker as an app: the lifespan of the proxy with a gRPC server in it; HTTP has health, metrics, admin API and page."""
 
 import asyncio
 import logging
@@ -30,6 +30,7 @@ from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
 from kvparams_proxy.server.lifespan import app_lifespan
 from kvparams_proxy.server.lifespan_helpers import role_alone
 from kvparams_proxy.server.public_api import EXCEPTION_HANDLERS, public_routes
+from kvparams_proxy.ui.ui_routes import ui_routes
 
 __all__ = ["create_picker_app"]
 
@@ -50,6 +51,7 @@ def create_picker_app(settings: Settings, picker: PickerSettings) -> Starlette:
         routes=[
             *public_routes(),
             *(admin_routes(settings.admin_token) if settings.admin_token is not None else ()),
+            *ui_routes(settings.admin_token, settings.viewer_token),
         ],
         lifespan=partial(_lifespan, settings, picker, load_app_plugins(settings)),
         exception_handlers=EXCEPTION_HANDLERS,

@@ -12,6 +12,7 @@ from kvparams_proxy.server.app_plugins import load_app_plugins
 from kvparams_proxy.server.lifespan import app_lifespan
 from kvparams_proxy.server.public_api import EXCEPTION_HANDLERS, public_routes
 from kvparams_proxy.server.request_handler import ASGIRequestHandler
+from kvparams_proxy.ui.ui_routes import ui_routes
 from kvparams_proxy.upstream.interface import UpstreamFactory
 from kvparams_proxy.workers.worker_link import WorkerLink
 
@@ -40,6 +41,7 @@ def create_app(
             *(Route(each.path, ASGIRequestHandler(each.path), methods=["POST"]) for each in ENDPOINTS),
             *public_routes(),
             *(admin_routes(settings.admin_token) if settings.admin_token is not None else ()),
+            *ui_routes(settings.admin_token, settings.viewer_token),
         ],
         lifespan=partial(app_lifespan, settings, load_app_plugins(settings), reach, worker),
         exception_handlers=EXCEPTION_HANDLERS,

@@ -34,6 +34,7 @@ from kvparams_proxy.server.file_descriptors import backlog_for, descriptor_limit
 from kvparams_proxy.server.http_protocol import HTTPProtocol, ServerContext
 from kvparams_proxy.service_notifier import ServiceNotifier
 from kvparams_proxy.telemetry.request_record import RefusedRequest
+from kvparams_proxy.ui.snapshot_feed import SnapshotFeed
 
 __all__ = ["ProxyServer", "ServerSettings", "listen", "serve", "tune_garbage_collection"]
 
@@ -182,6 +183,9 @@ class ProxyServer:
         try:
             self.started.set()
             await first_of(None, self._stopping.wait(), self._retiring.wait())
+            feed: SnapshotFeed | None = state.get("ui")
+            if feed is not None:
+                feed.end_viewers()  # their requests would never end
             await self._drain(connections, accepting, state.get("draining"))
         finally:
             accepting.close()

@@ -67,6 +67,7 @@ from kvparams_proxy.telemetry.request_log import RequestLog
 from kvparams_proxy.telemetry.tracing import Tracer
 from kvparams_proxy.tokenization.engine_tokenizer import EngineTokenizer
 from kvparams_proxy.tokenization.service import TokenService
+from kvparams_proxy.ui.live_page import open_live_page
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
 from kvparams_proxy.upstream.interface import Upstream, UpstreamFactory
 from kvparams_proxy.upstream.types import UpstreamLimits
@@ -155,6 +156,7 @@ async def app_lifespan(
             "draining": DrainState(),
             "sync": parts.sync,
             "shared_admin": shared_admin,
+            "ui": open_live_page(stack, resources, plugins.modes, parts.sync, parts.queue_depths, worker),
             DIRECT_ENDPOINTS_KEY: {path.encode(): endpoint for path, endpoint in generate.items()},
         }
 

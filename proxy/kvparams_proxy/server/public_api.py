@@ -120,6 +120,8 @@ async def _not_found(request: Request, exc: Exception) -> Response:
     elif _is_admin(request.url.path):
         settings: Settings = request.state.resources.settings
         message += "; GET /admin lists the routes" if settings.admin_token else "; --admin-token-file turns /admin on"
+    elif request.url.path == "/ui":
+        message += "; --viewer-token-file or --admin-token-file turns the live page on"
     response = _error(ProxyError(error.status_code, "not_found_error", message), request.state.resources.new_id())
     response.headers.update(error.headers or {})
     return response

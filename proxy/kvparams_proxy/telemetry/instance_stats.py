@@ -26,6 +26,8 @@ class InstanceTotals(NamedTuple):
     prompts: int = 0
     """Prompts that it has computed in a leg for that ..."""
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of these, found in a cache as the engine reports."""
     answers: int = 0
     """Answers that clients got from it, in whole or in part ..."""
     answer_tokens: int = 0
@@ -48,6 +50,7 @@ class InstanceStats:
     __slots__ = (
         "answer_tokens",
         "answers",
+        "cached_tokens",
         "gaps",
         "gaps_s",
         "legs",
@@ -65,6 +68,7 @@ class InstanceStats:
         self.waits_s = 0.0
         self.prompts = 0
         self.prompt_tokens = 0
+        self.cached_tokens = 0
         self.answers = 0
         self.answer_tokens = 0
         self.gaps = 0
@@ -80,6 +84,7 @@ class InstanceStats:
             self.waits_s,
             self.prompts,
             self.prompt_tokens,
+            self.cached_tokens,
             self.answers,
             self.answer_tokens,
             self.gaps,

@@ -6,7 +6,15 @@ from typing import NamedTuple, cast
 
 from prometheus_client.core import GaugeMetricFamily, Metric
 
-__all__ = ["Labels", "MeanGaugeFamily", "MetricSample", "MetricSnapshot", "decode_metric", "encode_metric"]
+__all__ = [
+    "Labels",
+    "MeanGaugeFamily",
+    "MetricSample",
+    "MetricSnapshot",
+    "decode_metric",
+    "encode_metric",
+    "spell_series",
+]
 
 Labels = tuple[str, ...]
 """The names and values of labels, alternating."""
@@ -76,3 +84,9 @@ def _sample(name: object, labels: object, value: object, weight: object = 1.0) -
     return MetricSample(
         cast("str", name), tuple(cast("list[str]", labels)), cast("float", value), cast("float", weight)
     )
+
+
+def spell_series(name: str, labels: Labels) -> str:
+    """Returns the name of a series as /metrics spells it. No value of a label needs escaping."""
+    pairs = sorted(zip(labels[::2], labels[1::2], strict=True))
+    return name + "{" + ",".join(f'{label}="{value}"' for label, value in pairs) + "}" if pairs else name

@@ -123,6 +123,7 @@ class Metrics(Collector):
             elif who and last is not None and account.prompt_tokens is not None:
                 last.prompts += 1
                 last.prompt_tokens += account.prompt_tokens
+                last.cached_tokens += account.cached_tokens or 0
             before, since_s = state, at_s
         if life.outcome is not None:
             self.outcomes[life.outcome] += 1

@@ -31,6 +31,10 @@ class FrameKind(IntEnum):
     """Send a complete snapshot of the metrics; the payload comes back in `COLLECTED`."""
     EXPOSITION = 6
     """The answer to `SCRAPE`: its number, the content type, a line feed, and the text of the metrics."""
+    COLLECT_PART = 7
+    """Send this worker's part of a snapshot for the live page."""
+    PARTS = 8
+    """The answer to `PARTS_WANTED`: its number, and a JSON array of the parts of all workers."""
 
     # from a worker
     READY = 20
@@ -45,6 +49,10 @@ class FrameKind(IntEnum):
     """The last snapshot is complete: the app of the worker has closed."""
     SCRAPE = 25
     """The worker was asked for the metrics of all workers: a number in eight bytes, and the header `accept`."""
+    PARTS_WANTED = 26
+    """The worker was asked for a snapshot of all workers: a number in eight bytes."""
+    PART = 27
+    """The answer to `COLLECT_PART`: a JSON object."""
 
 
 class Frame(NamedTuple):

@@ -18,7 +18,7 @@ from kvparams_proxy.telemetry.metric_merge import (
     overlay_snapshot,
     retain_labels,
 )
-from kvparams_proxy.telemetry.metric_snapshots import MetricSnapshot, decode_metric, encode_metric
+from kvparams_proxy.telemetry.metric_snapshots import MetricSnapshot, decode_metric, encode_metric, spell_series
 
 __all__ = ["MetricsHub", "WorkerGauges"]
 
@@ -87,6 +87,14 @@ class MetricsHub:
             if is_cumulative(snapshot):
                 before = self._ended.get(name)
                 self._ended[name] = snapshot if before is None else merge_snapshots((before, snapshot))
+
+    def ended_counts(self) -> dict[str, float]:
+        """Returns the counts of the workers that have exited, by series as /metrics spells it."""
+        return {
+            spell_series(sample.name, sample.labels): sample.value
+            for snapshot in self._ended.values()
+            for sample in snapshot.samples
+        }
 
     def merged(self) -> Iterator[Metric]:
         """Merges the metrics of all workers, one family at a time."""

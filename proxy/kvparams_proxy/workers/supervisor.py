@@ -16,6 +16,7 @@ from kvparams_proxy.worker_identity import WorkerIdentity
 from kvparams_proxy.workers.channel import Frame, FrameKind
 from kvparams_proxy.workers.listeners import WorkerListeners
 from kvparams_proxy.workers.metrics_hub import MetricsHub, WorkerGauges
+from kvparams_proxy.workers.part_coordinator import PartCoordinator
 from kvparams_proxy.workers.restart_policy import GiveUp, RestartPolicy, WorkerEnd
 from kvparams_proxy.workers.scrapes import ScrapeCoordinator
 from kvparams_proxy.workers.worker_process import WorkerProcess
@@ -100,6 +101,7 @@ class Supervisor:
         self._gauges = WorkerGauges()
         self._metrics = MetricsHub(self._gauges)
         self._scrapes = ScrapeCoordinator(self._metrics)
+        self._parts = PartCoordinator(self._metrics)
         self._signals: list[signal.Signals] = []
         self._given_up: GiveUp | None = None
         self._stopping = asyncio.Event()
@@ -139,12 +141,13 @@ class Supervisor:
 
     def worker_sent(self, worker: WorkerProcess, frame: Frame) -> None:
         """See `WorkerListener`."""
-        self._scrapes.received(worker, frame)
+        (self._parts if frame.kind in PartCoordinator.KINDS else self._scrapes).received(worker, frame)
 
     def worker_ended(self, worker: WorkerProcess, end: WorkerEnd) -> None:
         """See `WorkerListener`."""
         self._running.discard(worker)
         self._scrapes.ended(worker)
+        self._parts.ended(worker)
         slot = self._slots[worker.identity.number - 1]
         if slot.worker is worker and not self._stopping.is_set():
             slot.is_down = True
@@ -189,6 +192,7 @@ class Supervisor:
             return None
         self._running.add(worker)
         self._scrapes.started(worker)
+        self._parts.started(worker)
         if self._stopping.is_set():
             worker.kill()
         return worker

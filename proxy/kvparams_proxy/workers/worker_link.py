@@ -37,11 +37,17 @@ class WorkerLink:
         self._sending = asyncio.Lock()
         self._numbers = count()
         self._scrapes: dict[int, asyncio.Future[tuple[bytes, str]]] = {}
+        self._parts: dict[int, asyncio.Future[bytes]] = {}
+        self._make_part: Callable[[], bytes] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def attach(self, exposition: MetricsExposition) -> None:
         """Sets the metrics that are sent."""
         self._exposition = exposition
+
+    def attach_part(self, make_part: Callable[[], bytes]) -> None:
+        """Sets what makes this worker's part of a snapshot for the live page, as JSON."""
+        self._make_part = make_part
 
     async def open(self, on_command: Callable[[FrameKind], None]) -> None:
         """Starts to receive frames.
@@ -75,6 +81,24 @@ class WorkerLink:
         finally:
             self._scrapes.pop(number, None)
 
+    async def collect_parts(self) -> bytes:
+        """Returns the parts of all workers for a snapshot, as a JSON array.
+
+        Raises:
+            ProxyError: 503, because the supervisor does not answer in time.
+        """
+        number = next(self._numbers)
+        answer = self._parts[number] = asyncio.get_running_loop().create_future()
+        self._send(FrameKind.PARTS_WANTED, SCRAPE_HEAD.pack(number))
+        try:
+            async with asyncio.timeout(_SCRAPE_S):
+                return await answer
+        except TimeoutError:
+            message = "the workers could not be asked in time; try again later"
+            raise ProxyError(503, "service_unavailable", message, code="snapshot_timeout", retry_after_s=5) from None
+        finally:
+            self._parts.pop(number, None)
+
     async def close(self) -> None:
         """Sends the last snapshot and closes the channel."""
         for task in self._tasks:
@@ -95,6 +119,11 @@ class WorkerLink:
                 self._spawn(self._send_metrics(FrameKind.COLLECTED, frame.payload, complete=True))
             elif frame.kind is FrameKind.EXPOSITION:
                 self._answer(frame)
+            elif frame.kind is FrameKind.COLLECT_PART:
+                if self._make_part is not None:
+                    self._send(FrameKind.PART, self._make_part())
+            elif frame.kind is FrameKind.PARTS:
+                self._answer_parts(frame)
             else:
                 on_command(frame.kind)
         on_command(FrameKind.CUT)
@@ -105,6 +134,12 @@ class WorkerLink:
         answer = self._scrapes.get(number)
         if answer is not None and not answer.done():
             answer.set_result((text, content_type.decode()))
+
+    def _answer_parts(self, frame: Frame) -> None:
+        (number,) = SCRAPE_HEAD.unpack_from(frame.payload)
+        answer = self._parts.get(number)
+        if answer is not None and not answer.done():
+            answer.set_result(frame.payload[SCRAPE_HEAD.size :])
 
     async def _send_regularly(self) -> None:
         while True:

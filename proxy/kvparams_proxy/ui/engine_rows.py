@@ -1,0 +1,163 @@
+"""Describes the engines of a snapshot: what all workers know of each, and rates since an earlier look."""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from kvparams_proxy.ui.worker_part import EngineFacts, WorkerPart
+
+__all__ = ["COLUMNS", "EngineRow", "EngineTotals", "engine_row", "merge_engines", "rounded", "totals_of"]
+
+_STATES: Final = ("left", "ready", "draining", "not_ready", "broken")
+"""From the best to the worst: the worst that a worker sees is shown."""
+_BREAKERS: Final = ("closed", "half_open", "open")
+
+
+class EngineRow(NamedTuple):
+    """An engine in a snapshot. All workers together."""
+
+    id: str
+    role: str
+    group: str
+    connector: str
+    store: str
+    state: str
+    breaker: str
+    in_flight: int
+    """Requests of this proxy that run there."""
+    foreign: int
+    """The estimated number of requests of others."""
+    tokens: int
+    """Prompt tokens of `in_flight`."""
+    leases: int
+    """Transfers whose KV it holds and nobody has fetched."""
+    wait_ms: float
+    """Until a new prompt should begin to be computed."""
+    legs: int
+    """Requests that have ended there."""
+    legs_per_s: float | None
+    prompt_tokens_per_s: float | None
+    answer_tokens_per_s: float | None
+    itl_ms: float | None
+    """The mean time between two tokens of a stream."""
+    hit_ratio: float | None
+    """The share of prompt tokens that its engine found in a cache."""
+    cache_usage: float | None
+    """The share of its KV cache that is used, from 0 to 1."""
+    cache_is_estimate: bool
+    """Whether this is an estimate of the proxy. Otherwise the engine says it."""
+
+
+COLUMNS: Final = EngineRow._fields
+"""The names of the values of an engine."""
+
+
+EngineTotals = tuple[int, int, int, int, int, float]
+"""Of an engine: legs, prompt tokens, cached tokens, answer tokens, gaps and their seconds."""
+
+
+def totals_of(engine: EngineFacts) -> EngineTotals:
+    """Returns the totals of an engine."""
+    return (
+        engine.legs,
+        engine.prompt_tokens,
+        engine.cached_tokens,
+        engine.answer_tokens,
+        engine.gaps,
+        engine.gaps_s,
+    )
+
+
+def merge_engines(workers: Sequence[WorkerPart], ended: Mapping[str, float]) -> dict[str, EngineFacts]:
+    """Merges what all workers know of each engine, in the order of the first one."""
+    found: dict[str, EngineFacts] = {}
+    for part in workers:
+        for values in part["engines"]:
+            facts = EngineFacts._make(values)
+            before = found.get(facts.id)
+            found[facts.id] = facts if before is None else _merged(before, facts)
+    if ended:
+        for id, facts in found.items():
+            legs = ended.get(f'kvparams_proxy_legs_total{{instance="{id}",role="{facts.role}"}}', 0.0)
+            found[id] = facts._replace(legs=facts.legs + int(legs))
+    return found
+
+
+def _merged(one: EngineFacts, other: EngineFacts) -> EngineFacts:
+    return one._replace(
+        state=max(one.state, other.state, key=_STATES.index),
+        breaker=max(one.breaker, other.breaker, key=_BREAKERS.index),
+        in_flight=one.in_flight + other.in_flight,
+        tokens=one.tokens + other.tokens,
+        foreign=max(one.foreign, other.foreign),
+        leases=one.leases + other.leases,
+        wait_s=max(one.wait_s, other.wait_s),
+        legs=one.legs + other.legs,
+        prompt_tokens=one.prompt_tokens + other.prompt_tokens,
+        cached_tokens=one.cached_tokens + other.cached_tokens,
+        answer_tokens=one.answer_tokens + other.answer_tokens,
+        gaps=one.gaps + other.gaps,
+        gaps_s=one.gaps_s + other.gaps_s,
+        cache_usage=one.cache_usage if one.cache_usage is not None else other.cache_usage,
+    )
+
+
+def engine_row(engine: EngineFacts, then: EngineTotals | None, elapsed_s: float) -> EngineRow:
+    """Returns the row of an engine.
+
+    Args:
+        engine: what is known of it now.
+        then: its totals at an earlier look; None without one.
+        elapsed_s: the seconds since then.
+    """
+    totals = totals_of(engine)
+    legs = prompt = answer = None
+    recent = totals
+    if then is not None and elapsed_s > 0 and totals[0] >= then[0]:
+        new = _Delta(*(now - earlier for now, earlier in zip(totals, then, strict=True)))
+        legs, prompt, answer = (rounded(each / elapsed_s) for each in (new.legs, new.prompt, new.answer))
+        recent = (
+            totals[0],
+            *((new.prompt, new.cached) if new.prompt else totals[1:3]),
+            totals[3],
+            *((new.gaps, new.gaps_s) if new.gaps else totals[4:]),
+        )
+    _, prompts, cached, _, gaps, gaps_s = recent
+    usage, is_estimate = engine.cache_usage, False
+    if usage is None and engine.cache_capacity:
+        usage, is_estimate = min(1.0, (engine.cache_blocks or 0) / engine.cache_capacity), True
+    return EngineRow(
+        engine.id,
+        engine.role,
+        engine.group,
+        engine.connector,
+        engine.store,
+        engine.state,
+        engine.breaker,
+        engine.in_flight,
+        engine.foreign,
+        engine.tokens,
+        engine.leases,
+        round(1000 * engine.wait_s, 1),
+        engine.legs,
+        legs,
+        prompt,
+        answer,
+        round(1000 * gaps_s / gaps, 2) if gaps else None,
+        round(min(1.0, cached / prompts), 4) if prompts else None,
+        None if usage is None else round(usage, 4),
+        is_estimate,
+    )
+
+
+class _Delta(NamedTuple):
+    legs: float
+    prompt: float
+    cached: float
+    answer: float
+    gaps: float
+    gaps_s: float
+
+
+def rounded(value: float) -> float:
+    """Returns a rate with as many digits as are shown."""
+    return round(value, 2)

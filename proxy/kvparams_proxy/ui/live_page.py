@@ -1,0 +1,77 @@
+"""Puts the parts of the live page together in one process of the proxy."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Final, cast
+
+from kvparams.version import __version__
+from kvparams_proxy.coordination.fleet_sync import FleetSync
+from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.fleet.queue_depth_reader import QueueDepthReader
+from kvparams_proxy.ui.recent_requests import RecentRequests
+from kvparams_proxy.ui.snapshot_feed import SnapshotFeed
+from kvparams_proxy.ui.worker_facts import WorkerSources, collect_part
+from kvparams_proxy.ui.worker_part import WorkerPart
+from kvparams_proxy.workers.worker_link import WorkerLink
+
+__all__ = ["open_live_page"]
+
+_LOOKED_AT_S: Final = 10.0
+"""For so long after a snapshot somebody counts as looking."""
+
+_Parts = Sequence[Mapping[str, object]]
+
+
+def open_live_page(
+    stack: AsyncExitStack,
+    resources: ExecutionResources,
+    modes: ActiveModes,
+    sync: FleetSync | None,
+    depths: QueueDepthReader,
+    worker: WorkerLink | None,
+) -> SnapshotFeed | None:
+    """Opens the feed of the snapshots of this proxy: of all its workers, where there are several.
+
+    Args:
+        stack: closes it.
+        resources: what executions share.
+        modes: the active modes.
+        sync: tells other proxies, where there are any.
+        depths: reads how full engines' caches are while somebody looks.
+        worker: connects this process to its supervisor, where it is one of several workers.
+
+    Returns:
+        None where there is no token, and so nobody who may look.
+    """
+    if resources.settings.admin_token is None and resources.settings.viewer_token is None:
+        return None
+    requests = RecentRequests()
+    resources.record_dispatcher.add_reader(requests)
+    number = 0 if worker is None else worker.identity.number
+    feed = _open_feed(WorkerSources(resources, modes, requests, sync, number), depths, worker)
+    stack.push_async_callback(feed.close)
+    return feed
+
+
+def _open_feed(sources: WorkerSources, depths: QueueDepthReader, worker: WorkerLink | None) -> SnapshotFeed:
+    loop = sources.resources.loop
+
+    def own_part() -> WorkerPart:
+        depths.cache_usage_until_s = loop.time() + _LOOKED_AT_S
+        return collect_part(sources)
+
+    async def collect_own() -> _Parts:
+        return [cast("Mapping[str, object]", own_part())]
+
+    if worker is None:
+        return SnapshotFeed(loop, __version__, collect_own)
+    worker.attach_part(lambda: json.dumps(own_part(), separators=(",", ":")).encode())
+    collect_all = worker.collect_parts
+
+    async def collect() -> _Parts:
+        parts = cast("list[Mapping[str, object]]", json.loads(await collect_all()))
+        return sorted(parts, key=lambda part: part.get("worker") != sources.worker)
+
+    return SnapshotFeed(loop, __version__, collect)
