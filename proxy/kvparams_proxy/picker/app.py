@@ -1,4 +1,4 @@
-"""The picker as an app: the lifespan of the proxy with a gRPC server in it; HTTP has health, metrics, admin API and page."""
+"""The picker as an app: the lifespan of the proxy and a gRPC server; over HTTP health, metrics, admin API and page."""
 
 import asyncio
 import logging

@@ -24,7 +24,7 @@ __all__ = ["ErrorRow", "Snapshot", "SnapshotBuilder", "hide_addresses"]
 
 _WINDOW_S: Final = 10.0
 """Rates are those of so many seconds."""
-_SHOWN: Final = {"running": 24, "recent": 24, "failed": 16, "slow": 16}
+_SHOWN: Final = {"running": 16, "recent": 16, "failed": 16, "slow": 16}
 _GOOD: Final = 0.75
 _BAD: Final = 0.5
 """Shares of the tokens expected from a store that were there: from the first one on it is well."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = ["WorkerSources", "collect_part"]
 
-_RUNNING: Final = 24
-_RECENT: Final = 24
+_RUNNING: Final = 16
+_RECENT: Final = 16
 _FAILED: Final = 16
 _LOOKED_AT: Final = 4096
 """Running requests among which the oldest are looked for."""
