@@ -32,6 +32,7 @@ _STATES: Final = {
     "midway": "red",
 }
 _WORST_FIRST: Final = ("broken", "not_ready", "draining", "ready", "left")
+_NONE: Final = "-"
 _SPARE_LINES: Final = 7
 """Lines of the screen that are no row."""
 
@@ -116,7 +117,7 @@ def _figures(snapshot: Mapping[str, Any], before: Mapping[str, float] | None) ->
     add("requests/s", _rate(_total(rates, "requests_total")))
     add(
         "under way",
-        f"{states['pending']:.0f} wait, {states['prefilling']:.0f} prefill, {states['decoding']:.0f} decode",
+        f"{states['pending']} wait, {states['prefilling']} prefill, {states['decoding']} decode",
     )
     for name, label in (("ttft", "TTFT"), ("itl", "ITL")):
         family = QUANTILE_FAMILIES[name]
@@ -152,7 +153,7 @@ def _engines(snapshot: Mapping[str, Any], view: ViewState, rows: int) -> Table:
             _rate(row.legs_per_s),
             _rate(_speed(row) if row.legs_per_s is not None else None),
             _ms(None if row.itl_ms is None else row.itl_ms / 1000),
-            "–" if row.role == "decode" else _ms(row.wait_ms / 1000),
+            _NONE if row.role == "decode" else _ms(row.wait_ms / 1000),
             ("~" if row.cache_is_estimate and row.cache_usage is not None else "") + _percent(row.cache_usage),
             _percent(row.hit_ratio),
             _number(row.legs),
@@ -171,15 +172,11 @@ def _requests(snapshot: Mapping[str, Any], view: ViewState, rows: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("ROUTE", no_wrap=True, overflow="ellipsis", ratio=1)
     requests = snapshot["requests"]
-    for row in [
-        *requests["failed"][: rows // 4],
-        *requests["slow"][: rows // 3],
-        *requests["running"],
-        *requests["recent"],
-    ][:rows]:
+    worst = (*requests["failed"][: rows // 4], *requests["slow"][: rows // 3])
+    for row in (*worst, *requests["running"], *requests["recent"])[:rows]:
         spent = _spent(row)
         route = " → ".join(printable(str(id)) for _, id in row["route"]) or printable(str(row["error"] or ""))
-        cached = "–" if row["cached_tokens"] is None else f"{row['cached_tokens']}/{row['prompt_tokens']}"
+        cached = _NONE if row["cached_tokens"] is None else f"{row['cached_tokens']}/{row['prompt_tokens']}"
         table.add_row(
             printable(str(row["id"])),
             _state(row["outcome"] or "running"),
@@ -210,9 +207,8 @@ def _errors(snapshot: Mapping[str, Any], view: ViewState, rows: int) -> Table:
 def _keys(view: ViewState) -> Text:
     order = f"{view.sort}{' reversed' if view.is_reversed else ''}"
     text = Text(no_wrap=True, overflow="ellipsis", style="dim")
-    text.append(
-        f"q quit   tab {view.panel}   s order: {order}   r reverse   p {'go on' if view.is_paused else 'pause'}"
-    )
+    pause = "go on" if view.is_paused else "pause"
+    text.append(f"q quit   tab {view.panel}   s order: {order}   r reverse   p {pause}")
     return text
 
 
@@ -249,15 +245,15 @@ def _number(value: float) -> str:
 
 def _rate(value: float | None) -> str:
     if value is None:
-        return "–"
+        return _NONE
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f} %"
+    return _NONE if value is None else f"{100 * value:.0f} %"
 
 
 def _ms(seconds: float | None) -> str:
     if seconds is None:
-        return "–"
+        return _NONE
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
