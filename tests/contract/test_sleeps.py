@@ -37,6 +37,7 @@ ALLOWED: Final[dict[str, tuple[int, str]]] = {
     "support/kubernetes/api_server.py": (3, PACE),
     "support/kubernetes/simulated_api.py": (2, VIRTUAL),
     "support/proxy/acting.py": (2, ENGINE),
+    "support/proxy/lively_load.py": (1, PACE),
     "support/proxy/load.py": (1, PACE),
     "system/adversary/background.py": (1, PACE),
     "system/adversary/clients.py": (1, CLIENT),
@@ -68,6 +69,7 @@ ALLOWED: Final[dict[str, tuple[int, str]]] = {
     "system/simulation/test_virtual_loop.py": (1, VIRTUAL),
     "system/simulation/wire.py": (1, VIRTUAL),
     "unit/proxy/discovery/test_random_histories.py": (1, VIRTUAL),
+    "unit/proxy/ui/test_snapshot_feed.py": (8, VIRTUAL),
 }
 """How many sleeps a file has, and why. A sleep of 0 seconds is a turn of the event loop, and is not counted."""
 

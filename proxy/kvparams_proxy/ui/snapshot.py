@@ -44,7 +44,7 @@ class ErrorRow(TypedDict):
 
 
 class Snapshot(TypedDict):
-    """What an operator sees at one moment."""
+    """Describes the fleet and its requests at one moment."""
 
     format: int
     """Grows by one when a member changes its meaning."""

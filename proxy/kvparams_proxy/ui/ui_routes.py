@@ -6,7 +6,6 @@ Scripts and styles come from these routes alone, and nothing on the page is made
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -78,7 +77,7 @@ def ui_routes(admin: Secret | None, viewer: Secret | None) -> list[Route]:
     files = _read_files()
 
     async def get_file(request: Request) -> Response:
-        return _file_response(files.get(request.path_params.get("name", "index.html")), request)
+        return _file_response(files.get(request.path_params.get("name", "index.html")))
 
     async def redirect(request: Request) -> Response:
         return RedirectResponse("../ui", headers=_HEADERS)
@@ -104,24 +103,18 @@ def ui_routes(admin: Secret | None, viewer: Secret | None) -> list[Route]:
 class _File(NamedTuple):
     body: bytes
     content_type: str
-    tag: str
 
 
 def _read_files() -> Mapping[str, _File]:
-    return {
-        path.name: _File(path.read_bytes(), _TYPES[path.suffix], f'"{sha256(path.read_bytes()).hexdigest()[:16]}"')
-        for path in _FOLDER.iterdir()
-        if path.suffix in _TYPES
-    }
+    paths = (path for path in _FOLDER.iterdir() if path.suffix in _TYPES)
+    return {path.name: _File(path.read_bytes(), _TYPES[path.suffix]) for path in paths}
 
 
-def _file_response(file: _File | None, request: Request) -> Response:
+def _file_response(file: _File | None) -> Response:
     if file is None:
         return _error_response(ProxyError(404, "not_found_error", "the live page has no such file"))
-    headers = {**_HEADERS, "cache-control": "no-cache", "etag": file.tag}
-    if request.headers.get("if-none-match") == file.tag:
-        return Response(status_code=304, headers=headers)
-    return Response(file.body, headers={**headers, "content-type": file.content_type})
+    headers = {**_HEADERS, "cache-control": "no-cache", "content-type": file.content_type}
+    return Response(file.body, headers=headers)
 
 
 def _error_response(error: ProxyError) -> Response:

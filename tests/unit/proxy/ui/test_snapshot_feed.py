@@ -92,7 +92,7 @@ def test_a_slow_viewer_keeps_the_latest_snapshot_only() -> None:
     async def run() -> None:
         feed = feed_of(asyncio.get_running_loop(), source)
         viewer = feed.join(is_admin=False)
-        await asyncio.sleep(30)
+        await asyncio.sleep(30.5)
         snapshot = await viewer.next()
         assert snapshot is not None
         assert snapshot is await feed.latest(is_admin=False)
