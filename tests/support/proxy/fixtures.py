@@ -139,8 +139,8 @@ async def stub(stack: AsyncExitStack) -> StubEngines:
 
 
 @asynccontextmanager
-async def running(settings: Settings, direct: bool) -> AsyncGenerator[Proxy]:
-    listener = socket.create_server(("127.0.0.1", 0))
+async def running(settings: Settings, direct: bool, port: int = 0) -> AsyncGenerator[Proxy]:
+    listener = socket.create_server(("127.0.0.1", port))
     app = create_app(settings)
     server = ProxyServer(app, ServerSettings(direct=direct))
     task = asyncio.create_task(server.run(listener))
