@@ -285,7 +285,11 @@ async def test_a_viewer_who_reads_nothing_is_dropped_and_costs_no_memory(
     running = await shown()
     big = "x" * 8_000_000
     real = snapshot_feed._encode  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(snapshot_feed, "_encode", lambda snapshot: real({**snapshot, "big": big}))
+
+    def encode(snapshot: dict[str, Any]) -> bytes:
+        return real({**snapshot, "big": big})
+
+    monkeypatch.setattr(snapshot_feed, "_encode", encode)
     other = await open_stream(stack, running)
     assert (await other.snapshot())["workers"] == 1
     before = await running.metric("kvparams_proxy_client_connections ")

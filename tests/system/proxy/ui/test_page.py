@@ -28,6 +28,7 @@ from tests.support.stub_engine import StubEngines
 from tests.support.waiting import until
 
 ADMIN, VIEWER = "admin-token", "viewer-token"
+CONTRAST = (Path(__file__).parents[3] / "support" / "proxy" / "contrast.js").read_text()
 SCREENSHOTS = os.environ.get("KVPARAMS_SCREENSHOTS")
 HOSTILE = "\"><img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>"
 
@@ -71,8 +72,9 @@ def number(text: str) -> float:
 
 async def column(watched: Watched, name: str) -> dict[str, str]:
     """Returns a column of the table of engines, by id."""
+    cell = f'td[data-column="{name}"]'
     script = f"""rows => rows.map(row => [row.querySelector(".link").textContent,
-        (row.querySelector('td[data-column="{name}"] .amount') ?? row.querySelector('td[data-column="{name}"]')).textContent])"""
+        (row.querySelector('{cell} .amount') ?? row.querySelector('{cell}')).textContent])"""
     return dict(await watched.page.eval_on_selector_all("#engines-body tbody tr", script))
 
 
@@ -254,8 +256,8 @@ async def test_everything_can_be_reached_with_the_keyboard() -> None:
         await watched.open(proxy.port, ADMIN)
         page = watched.page
         focusable = "a[href], button:not([disabled]), input:not([type=hidden]), select, summary, [tabindex='0']"
-        visible = f"""[...document.querySelectorAll("{focusable}")].filter(e => e.checkVisibility() && e.tabIndex >= 0).length"""
-        wanted: int = await page.evaluate(visible)
+        visible = "all => all.filter(each => each.checkVisibility() && each.tabIndex >= 0).length"
+        wanted: int = await page.eval_on_selector_all(focusable, visible)
         reached: set[str] = set()
         await page.evaluate("document.activeElement.blur()")
         for _ in range(2 * wanted):
@@ -277,24 +279,6 @@ async def test_everything_can_be_reached_with_the_keyboard() -> None:
         await page.keyboard.press("ArrowRight")
         assert await page.evaluate("document.activeElement.ariaLabel") != before
         assert await page.locator(".cell[tabindex='0']").count() == 1
-
-
-CONTRAST = """() => {
-  const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
-  const over = (top, under) => { const a = top[3] ?? 1; return [0, 1, 2].map((i) => top[i] * a + under[i] * (1 - a)); };
-  const light = (color) => { const [r, g, b] = color.map((v) => { v /= 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; }); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-  const ground = (element) => { const layers = []; for (let e = element; e; e = e.parentElement) layers.unshift(parse(getComputedStyle(e).backgroundColor)); return layers.reduce((under, top) => (top.length ? over(top, under) : under), [255, 255, 255]); };
-  const found = [];
-  for (const element of document.querySelectorAll("body *")) {
-    const text = [...element.childNodes].filter((n) => n.nodeType === 3).map((n) => n.textContent.trim()).join("");
-    if (!text || !element.checkVisibility() || element.closest("svg, .unseen, .skip, :disabled")) continue;
-    const under = ground(element);
-    const [one, other] = [light(over(parse(getComputedStyle(element).color), under)), light(under)].sort((a, b) => b - a);
-    const ratio = (one + 0.05) / (other + 0.05);
-    found.push([ratio, text.slice(0, 30), element.className]);
-  }
-  return found.sort((a, b) => a[0] - b[0]);
-}"""
 
 
 @pytest.mark.parametrize("dark", [False, True])
