@@ -36,6 +36,7 @@ _TOGETHER = {
     "tests/interop/connectors/test_valkey_cluster.py": "cluster",
     "tests/system/differential/": "differential",
     "tests/system/modes/test_real_engines.py": "modes",
+    "tests/system/proxy/ui/test_page.py": "browser",
     "tests/system/queue/test_end_to_end.py": "broker",
     "tests/system/queue/test_lost.py": "broker",
     "tests/system/queue/test_queue_mode.py": "broker",

@@ -72,7 +72,9 @@ def merge_engines(workers: Sequence[WorkerPart], ended: Mapping[str, float]) -> 
     found: dict[str, EngineFacts] = {}
     for part in workers:
         for values in part["engines"]:
-            facts = EngineFacts._make(values)
+            # Those of other workers were JSON, which makes lists of them.
+            is_made = isinstance(values, EngineFacts)  # pyright: ignore[reportUnnecessaryIsInstance]
+            facts = values if is_made else EngineFacts._make(values)
             before = found.get(facts.id)
             found[facts.id] = facts if before is None else _merged(before, facts)
     if ended:
@@ -101,15 +103,15 @@ def _merged(one: EngineFacts, other: EngineFacts) -> EngineFacts:
     )
 
 
-def engine_row(engine: EngineFacts, then: EngineTotals | None, elapsed_s: float) -> EngineRow:
+def engine_row(engine: EngineFacts, totals: EngineTotals, then: EngineTotals | None, elapsed_s: float) -> EngineRow:
     """Returns the row of an engine.
 
     Args:
         engine: what is known of it now.
+        totals: see `totals_of`.
         then: its totals at an earlier look; None without one.
         elapsed_s: the seconds since then.
     """
-    totals = totals_of(engine)
     legs = prompt = answer = None
     recent = totals
     if then is not None and elapsed_s > 0 and totals[0] >= then[0]:

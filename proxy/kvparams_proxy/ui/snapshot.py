@@ -104,7 +104,8 @@ class SnapshotBuilder:
         first = workers[0]
         counters = _summed((part["counters"] for part in workers), ended)
         facts = merge_engines(workers, ended)
-        before = self._look(now_s, counters, facts)
+        totals = {id: totals_of(each) for id, each in facts.items()}
+        before = self._look(now_s, counters, totals)
         elapsed_s = 0.0 if before is None else now_s - before.at_s
         then: Mapping[str, EngineTotals] = {} if before is None else before.engines
         rates = _rates(before, elapsed_s, counters)
@@ -119,7 +120,7 @@ class SnapshotBuilder:
             roles=_roles(workers),
             exchange=first["exchange"],
             columns=COLUMNS,
-            engines=[engine_row(each, then.get(each.id), elapsed_s) for each in facts.values()],
+            engines=[engine_row(each, totals[id], then.get(id), elapsed_s) for id, each in facts.items()],
             counters=counters,
             rates=rates,
             states=_added(part["states"] for part in workers),
@@ -135,13 +136,13 @@ class SnapshotBuilder:
         """Forgets earlier looks: nobody has looked for a while."""
         self._looks.clear()
 
-    def _look(self, now_s: float, counters: Mapping[str, float], engines: Mapping[str, EngineFacts]) -> _Look | None:
+    def _look(self, now_s: float, counters: Mapping[str, float], engines: Mapping[str, EngineTotals]) -> _Look | None:
         """Remembers this look. Returns the one that rates are counted from, or None."""
         looks = self._looks
         while len(looks) > 1 and looks[1].at_s <= now_s - _WINDOW_S:
             looks.popleft()
         before = looks[0] if looks else None
-        looks.append(_Look(now_s, counters, {id: totals_of(each) for id, each in engines.items()}))
+        looks.append(_Look(now_s, counters, engines))
         return before
 
 

@@ -1,4 +1,4 @@
-"""Makes a snapshot each second while somebody looks, and gives all viewers the same bytes.
+"""Makes a snapshot each second, or somewhat less often, while somebody looks, and gives all viewers the same bytes.
 
 A viewer who is slower than that misses snapshots: only the latest one is kept for each. Nothing is collected while
 nobody looks.
@@ -7,7 +7,7 @@ nobody looks.
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from time import time
+from time import thread_time, time
 from typing import Final, cast
 
 from kvparams_proxy.errors import ProxyError
@@ -19,6 +19,9 @@ __all__ = ["MOST_VIEWERS", "SnapshotFeed", "Viewer"]
 MOST_VIEWERS: Final = 32
 """At a time, of one process."""
 _EVERY_S: Final = 1.0
+_COST: Final = 150.0
+"""The interval is at least so many times the CPU time that a snapshot takes, so that the page takes under 1 %."""
+_LONGEST_S: Final = 4.0
 _POLLED_S: Final = 10.0
 """For so long after a single snapshot was asked for somebody counts as looking: the next one has rates."""
 _FRESH_S: Final = 0.9
@@ -80,6 +83,8 @@ class SnapshotFeed:
         self._encoded: dict[bool, bytes] = {}
         """The last snapshot, by whether it is for admins."""
         self._taken_s = float("-inf")
+        self._took_s = 0.0
+        """The CPU time of the last snapshot."""
         self._taking = asyncio.Lock()
         self._polled_until_s = float("-inf")
         self._is_closed = False
@@ -149,7 +154,8 @@ class SnapshotFeed:
         try:
             while self._viewers or self._loop.time() < self._polled_until_s:
                 await self._tick()
-                await asyncio.sleep(max(0.0, self._taken_s + _EVERY_S - self._loop.time()))
+                interval_s = min(_LONGEST_S, max(_EVERY_S, _COST * self._took_s))
+                await asyncio.sleep(max(0.0, self._taken_s + interval_s - self._loop.time()))
         finally:
             self._task = None
             self._builder.forget()
@@ -166,6 +172,7 @@ class SnapshotFeed:
             viewer.offer(self._encoded[viewer.is_admin])
 
     async def _take(self) -> None:
+        began_s = thread_time()
         parts = await self._collect()
         self._taken_s = self._loop.time()
         snapshot = self._builder.build(parts, self._taken_s, time())
@@ -173,6 +180,7 @@ class SnapshotFeed:
         self._encoded[True] = self._encoded[False] = _encode(snapshot)
         if names:
             self._encoded[False] = _encode(hide_addresses(snapshot, names))
+        self._took_s = thread_time() - began_s
 
 
 def _public_names(parts: _Parts) -> dict[str, str]:

@@ -1,14 +1,14 @@
 """Reads the facts of this worker for a snapshot: from the fleet, the metrics, and the records of requests."""
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from heapq import nsmallest
 from itertools import chain, islice
 from time import perf_counter, time
 from typing import TYPE_CHECKING, Final
 
-from kvparams.instances import Role
+from kvparams.instances import Instance, Role
 from kvparams_proxy.config.mode_parsing import mode_document
 from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.execution.active_modes import ActiveModes
@@ -48,6 +48,8 @@ class WorkerSources:
     sync: FleetSync | None
     worker: int = 0
     """The number of this worker; 0 where there is one process."""
+    names: dict[Instance, str] = field(default_factory=dict[Instance, str])
+    """The names of instances for viewers, as they were found for the last part."""
 
 
 def collect_part(sources: WorkerSources) -> WorkerPart:
@@ -64,7 +66,7 @@ def collect_part(sources: WorkerSources) -> WorkerPart:
         needed=sorted(fleet.needed),
         roles={role.value: health._asdict() for role, health in fleet.health().items()},
         exchange=None if sources.sync is None else sources.sync.health(),
-        engines=_engines(resources, members),
+        engines=_engines(resources, members, _names(sources, members)),
         counters=_counters(metrics, resources.prefix_cache),
         states={
             "pending": metrics.count_in_states("created", "queued"),
@@ -82,7 +84,19 @@ def collect_part(sources: WorkerSources) -> WorkerPart:
     )
 
 
-def _engines(resources: ExecutionResources, members: Iterable[Member]) -> list[EngineFacts]:
+def _names(sources: WorkerSources, members: Iterable[Member]) -> Mapping[Instance, str]:
+    """Returns the names for viewers. Finding one takes 20 microseconds, so those of the last part are used again."""
+    before, names = sources.names.copy(), sources.names
+    names.clear()
+    for member in members:
+        instance = member.instance
+        names[instance] = before.get(instance) or public_engine_name(instance)
+    return names
+
+
+def _engines(
+    resources: ExecutionResources, members: Iterable[Member], names: Mapping[Instance, str]
+) -> list[EngineFacts]:
     metrics, prefixes = resources.metrics, resources.prefix_cache
     leases = leases_by_instance(metrics, resources.kv_releaser)
     found: list[EngineFacts] = []
@@ -95,7 +109,7 @@ def _engines(resources: ExecutionResources, members: Iterable[Member]) -> list[E
         found.append(
             EngineFacts(
                 instance.id,
-                public_engine_name(instance),
+                names[instance],
                 instance.role.value,
                 instance.group or "",
                 instance.dialect,

@@ -9,10 +9,10 @@
     const [red, green, blue] = color.map((channel) => linear(channel / 255));
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
   };
+  const grounds = new Map([[null, [255, 255, 255]]]);
   const ground = (element) => {
-    const layers = [];
-    for (let each = element; each; each = each.parentElement) layers.unshift(parse(getComputedStyle(each).backgroundColor));
-    return layers.reduce((under, top) => (top.length ? over(top, under) : under), [255, 255, 255]);
+    if (!grounds.has(element)) grounds.set(element, over(parse(getComputedStyle(element).backgroundColor), ground(element.parentElement)));
+    return grounds.get(element);
   };
   const found = [];
   for (const element of document.querySelectorAll("body *")) {

@@ -2,7 +2,7 @@
 
 const FIRST_MS = 500;
 const LONGEST_MS = 15000;
-const SILENT_MS = 6000;
+const SILENT_MS = 10000;
 const LONGEST_EVENT = 16 << 20;
 
 /**

@@ -6,7 +6,7 @@ With `KVPARAMS_SCREENSHOTS=docs/images` the pictures of the documentation are ma
 import asyncio
 import os
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from kvparams_proxy.secret import Secret
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
 from kvparams_proxy.ui import live_page
 from kvparams_proxy.ui.worker_part import StoreFacts, WorkerPart
-from tests.support.proxy.browser import Watched, browsing
+from tests.support.proxy.browser import Chromium, Watched, browsing
 from tests.support.proxy.fixtures import Proxy, running
 from tests.support.proxy.lively_load import CachingWork, lively_load
 from tests.support.stub_connection import Delays
@@ -31,6 +31,15 @@ ADMIN, VIEWER = "admin-token", "viewer-token"
 CONTRAST = (Path(__file__).parents[3] / "support" / "proxy" / "contrast.js").read_text()
 SCREENSHOTS = os.environ.get("KVPARAMS_SCREENSHOTS")
 HOSTILE = "\"><img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>"
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory: pytest.TempPathFactory) -> Generator[Chromium]:
+    started = Chromium(tmp_path_factory.mktemp("chromium"))
+    try:
+        yield started
+    finally:
+        started.close()
 
 
 @asynccontextmanager
@@ -78,8 +87,8 @@ async def column(watched: Watched, name: str) -> dict[str, str]:
     return dict(await watched.page.eval_on_selector_all("#engines-body tbody tr", script))
 
 
-async def test_the_numbers_are_those_of_metrics() -> None:
-    async with fleet() as proxy, browsing() as watched:
+async def test_the_numbers_are_those_of_metrics(chromium: Chromium) -> None:
+    async with fleet() as proxy, browsing(chromium) as watched:
         for _ in range(6):
             await ask(proxy)
         await ask(proxy, max_tokens=0)
@@ -107,8 +116,8 @@ async def test_the_numbers_are_those_of_metrics() -> None:
         assert watched.problems == []
 
 
-async def test_a_viewer_sees_no_address_and_has_no_buttons() -> None:
-    async with fleet() as proxy, browsing() as watched:
+async def test_a_viewer_sees_no_address_and_has_no_buttons(chromium: Chromium) -> None:
+    async with fleet() as proxy, browsing(chromium) as watched:
         await ask(proxy)
         await watched.open(proxy.port, VIEWER)
         assert await watched.text("#access") == "viewer"
@@ -121,8 +130,8 @@ async def test_a_viewer_sees_no_address_and_has_no_buttons() -> None:
         assert "token" not in watched.page.url  # the link's token does not stay in the address bar
 
 
-async def test_an_admin_drains_and_adds_an_engine_after_a_question() -> None:
-    async with fleet() as proxy, browsing() as watched:
+async def test_an_admin_drains_and_adds_an_engine_after_a_question(chromium: Chromium) -> None:
+    async with fleet() as proxy, browsing(chromium) as watched:
         await watched.open(proxy.port, ADMIN)
         page = watched.page
         await page.click("#engines-body .link >> text=decode-1")
@@ -179,11 +188,15 @@ def unchanged(part: WorkerPart) -> WorkerPart:
     ],
 )
 async def test_what_others_choose_is_shown_as_it_is_and_never_run(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[WorkerPart], WorkerPart], model: str, request_id: str
+    chromium: Chromium,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[WorkerPart], WorkerPart],
+    model: str,
+    request_id: str,
 ) -> None:
     real = live_page.collect_part
     monkeypatch.setattr(live_page, "collect_part", lambda sources: change(real(sources)))  # pyright: ignore[reportUnknownLambdaType, reportUnknownArgumentType]
-    async with fleet() as proxy, browsing() as watched:
+    async with fleet() as proxy, browsing(chromium) as watched:
         for tokens in (3, 0):
             body = {"model": model, "prompt": "x", "max_tokens": tokens}
             await proxy.client.post("/v1/completions", json=body, headers={"x-request-id": request_id})
@@ -198,8 +211,8 @@ async def test_what_others_choose_is_shown_as_it_is_and_never_run(
         assert watched.problems == []
 
 
-async def test_a_lost_connection_is_said_and_comes_back() -> None:
-    async with browsing() as watched:
+async def test_a_lost_connection_is_said_and_comes_back(chromium: Chromium) -> None:
+    async with browsing(chromium) as watched:
         async with fleet() as proxy:
             port = proxy.port
             await ask(proxy)
@@ -218,8 +231,8 @@ async def test_a_lost_connection_is_said_and_comes_back() -> None:
             assert await watched.text("#status") == "healthy"
 
 
-async def test_a_wrong_token_is_refused_and_a_right_one_can_be_given() -> None:
-    async with fleet() as proxy, browsing() as watched:
+async def test_a_wrong_token_is_refused_and_a_right_one_can_be_given(chromium: Chromium) -> None:
+    async with fleet() as proxy, browsing(chromium) as watched:
         await watched.page.goto(f"http://127.0.0.1:{proxy.port}/ui#token=wrong")
         await watched.page.wait_for_selector("#login-error:visible")
         assert await watched.page.is_hidden("#page")
@@ -234,11 +247,11 @@ async def test_a_wrong_token_is_refused_and_a_right_one_can_be_given() -> None:
 
 
 @pytest.mark.parametrize(("width", "engines"), [(400, 2), (2560, 2), (400, 250), (2560, 250)])
-async def test_the_page_fits_its_window(width: int, engines: int) -> None:
-    async with fleet(engines, 2 if engines < 10 else 12) as proxy, browsing(width=width) as watched:
+async def test_the_page_fits_its_window(chromium: Chromium, width: int, engines: int) -> None:
+    async with fleet(engines, 2 if engines < 10 else 12) as proxy, browsing(chromium, width=width) as watched:
         await asyncio.gather(*(ask(proxy) for _ in range(8)))
         await watched.open(proxy.port, ADMIN)
-        assert await watched.width() == width
+        assert await watched.overflow() == 0
         cells = await watched.page.locator("#engines-body .cell[aria-label]").count()
         assert cells == (2 * engines if engines > 10 else 0)
         await watched.page.click("#engines-tools >> text=Table")
@@ -246,12 +259,12 @@ async def test_the_page_fits_its_window(width: int, engines: int) -> None:
         assert rows == min(25, 2 * engines)
         await watched.page.click("#engines-body .link >> nth=0")
         await watched.page.wait_for_selector("dialog[open]")
-        assert await watched.width() == width
+        assert await watched.overflow() == 0
         assert watched.problems == []
 
 
-async def test_everything_can_be_reached_with_the_keyboard() -> None:
-    async with fleet() as proxy, browsing() as watched:
+async def test_everything_can_be_reached_with_the_keyboard(chromium: Chromium) -> None:
+    async with fleet() as proxy, browsing(chromium) as watched:
         await ask(proxy)
         await watched.open(proxy.port, ADMIN)
         page = watched.page
@@ -282,8 +295,8 @@ async def test_everything_can_be_reached_with_the_keyboard() -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-async def test_text_can_be_read_in_both_themes(dark: bool) -> None:
-    async with fleet() as proxy, browsing(dark=dark) as watched:
+async def test_text_can_be_read_in_both_themes(chromium: Chromium, dark: bool) -> None:
+    async with fleet() as proxy, browsing(chromium, dark=dark) as watched:
         await ask(proxy)
         await ask(proxy, max_tokens=0)
         await watched.open(proxy.port, ADMIN)
@@ -297,8 +310,8 @@ async def test_text_can_be_read_in_both_themes(dark: bool) -> None:
             assert [each for each in ratios if each[0] < 4.5] == []
 
 
-async def test_landmarks_names_and_live_regions_are_there() -> None:
-    async with fleet() as proxy, browsing() as watched:
+async def test_landmarks_names_and_live_regions_are_there(chromium: Chromium) -> None:
+    async with fleet() as proxy, browsing(chromium) as watched:
         await ask(proxy)
         await watched.open(proxy.port, ADMIN)
         unnamed = await watched.page.evaluate(
@@ -329,13 +342,13 @@ PICTURES: Mapping[str, tuple[int, int, bool, int]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PICTURES)
-async def test_pictures_for_the_documentation(name: str, tmp_path: Path) -> None:
+async def test_pictures_for_the_documentation(chromium: Chromium, name: str, tmp_path: Path) -> None:
     width, height, dark, engines = PICTURES[name]
     many = engines > 10
     folder = Path(SCREENSHOTS) if SCREENSHOTS else tmp_path
     async with (
         fleet(engines, 12 if many else 2) as proxy,
-        browsing(width=width, height=height, dark=dark) as watched,
+        browsing(chromium, width=width, height=height, dark=dark) as watched,
         lively_load(proxy.client, 30.0 if many else 7.0, refused=0.01),
     ):
         await watched.open(proxy.port, ADMIN)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from kvparams.routing.queue_depth import QueueDepthError, parse_queue_depth
+from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usage, parse_queue_depth
 
 VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -103,3 +103,24 @@ def test_hostile_texts_take_no_longer_than_an_event_loop_can_bear(text: bytes) -
             parse_queue_depth(text)
         shortest = min(shortest, time.process_time() - began)
     assert shortest < 0.02
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        (b'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25\n', 0.25),
+        (b"# HELP vllm:kv_cache_usage_perc KV.\nvllm:kv_cache_usage_perc 1.0\n", 1.0),
+        (b'x 1\nvllm:kv_cache_usage_perc{engine="0"} 0.1\nvllm:kv_cache_usage_perc{engine="1"} 0.7\n', 0.7),
+        (b"vllm:gpu_cache_usage_perc 0.5\n", 0.5),
+        (b'sglang:token_usage{model_name="m"} 0.03125 1700000000\n', 0.03125),
+        (b"", None),
+        (b"vllm:num_requests_running 3\n", None),
+        (b"my_vllm:kv_cache_usage_perc 0.5\n", None),
+        (b"vllm:kv_cache_usage_perc_total 0.5\n", None),
+        (b"vllm:kv_cache_usage_perc 1.5\nvllm:kv_cache_usage_perc -1\nvllm:kv_cache_usage_perc nan\n", None),
+        (b"vllm:kv_cache_usage_perc e-e-e\n", None),
+        (b"vllm:kv_cache_usage_perc{" + b"x" * 5000 + b"} 0.5\n", None),
+    ],
+)
+def test_the_share_of_the_kv_cache_that_is_used(text: bytes, share: float | None) -> None:
+    assert parse_cache_usage(text) == share
