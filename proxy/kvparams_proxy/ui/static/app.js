@@ -155,7 +155,8 @@ function setTheme(theme) {
   remember(THEME, theme, localStorage);
   const isDark = theme === "dark" || (theme === "system" && matchMedia("(prefers-color-scheme: dark)").matches);
   document.documentElement.dataset.theme = isDark ? "dark" : "light";
-  setText(byId("theme"), `Theme: ${theme}`);
+  setText(byId("theme"), theme[0].toUpperCase() + theme.slice(1));
+  byId("theme").setAttribute("aria-label", `Theme: ${theme}`);
   setData(byId("theme"), "theme", theme);
 }
 

@@ -8,6 +8,7 @@ const MOST = 7;
 const NODE = 46;
 const GAP = 14;
 const ROOM = 264;
+const LABELED = 4;
 const TOP = 24;
 const NARROW = 620;
 
@@ -97,11 +98,11 @@ function drawGraph(picture, width) {
   put(answers, places.answers, 0, 1);
   const most = Math.max(1e-9, ...picture.flows.map((each) => each.rate ?? 0), ...picture.prefill.map((each) => each.rate ?? 0));
   for (const group of picture.prefill) {
-    edge(edges, labels, clients, group, group.rate, most, `${rate(group.rate)}/s · ${rate(group.promptTokens)} tok/s`);
+    edge(edges, labels, clients, group, group.rate, most, `${rate(group.rate)}/s · ${rate(group.promptTokens)} tok/s`, picture.prefill.length <= LABELED);
     if (group.role === "aggregated") edge(edges, labels, group, answers, group.rate, most, `${rate(group.answerTokens)} tok/s`);
   }
   for (const flow of picture.flows) edge(edges, labels, flow.source, flow.target, flow.rate, most, `${rate(flow.rate)}/s · ${rate(flow.tokens)} tok/s`, picture.flows.length <= 9);
-  for (const group of picture.decode) edge(edges, labels, group, answers, group.rate, most, `${rate(group.answerTokens)} tok/s`);
+  for (const group of picture.decode) edge(edges, labels, group, answers, group.rate, most, `${rate(group.answerTokens)} tok/s`, picture.decode.length <= LABELED);
   stores.forEach((store, place) => {
     const x = (places.prefill + places.decode) / 2 + (place - (stores.length - 1) / 2) * (nodeWidth + GAP);
     const y = TOP + inner + 40;
@@ -120,10 +121,11 @@ function drawGraph(picture, width) {
 
 function node(group, x, y, width) {
   const shown = s("g", { class: "node", data: { state: group.state } }, s("rect", { x, y, width, height: NODE, rx: 9 }));
-  shown.append(s("text", { class: "title", x: x + 12, y: y + 19, text: clip(group.title, width - 20) }));
-  const more = group.inFlight == null ? group.ready : `${group.ready} · ${count(group.inFlight)} run`;
+  shown.append(s("text", { class: "title", x: x + 12, y: y + 19, text: clip(group.title, width - 20, 7) }));
+  const whole = group.inFlight == null ? group.ready : `${group.ready} · ${count(group.inFlight)} run`;
+  const more = whole.length > letters(width - 20, 5.7) ? group.ready : whole;
   shown.append(s("text", { class: "sub", x: x + 12, y: y + 35, text: clip(more, width - 20) }));
-  shown.append(s("title", { text: `${group.title}: ${more}` }));
+  shown.append(s("title", { text: `${group.title}: ${whole}` }));
   return shown;
 }
 
@@ -140,8 +142,10 @@ function edge(edges, labels, source, target, perSecond, most, label, isLabeled =
   label.split(" · ").forEach((line, place) => labels.append(s("text", { class: "rate", x: middle, y: y + (place ? 16 : -8), "text-anchor": "middle", text: clip(line, room) })));
 }
 
-function clip(text, width) {
-  const most = Math.max(4, Math.floor(width / 5.7));
+const letters = (width, each) => Math.max(4, Math.floor(width / each));
+
+function clip(text, width, each = 5.7) {
+  const most = letters(width, each);
   return text.length > most ? `${text.slice(0, most - 1)}…` : text;
 }
 

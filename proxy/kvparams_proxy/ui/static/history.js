@@ -22,18 +22,28 @@ export function total(values, name) {
 export class History {
   constructor() {
     this.points = [];
-    this.rates = [];
+    this.lines = {};
   }
 
   add(snapshot) {
     const last = this.points.at(-1);
     const requests = total(snapshot.counters, "requests_total");
-    if (last && (last.requests > requests || snapshot.time < last.time)) this.points.length = this.rates.length = 0; // another process
+    if (last && (last.requests > requests || snapshot.time < last.time)) this.forget(); // another process
     this.points.push({ time: snapshot.time, requests, ttft: buckets(snapshot, "time_to_first_byte_seconds"), itl: buckets(snapshot, "time_per_output_token_seconds") });
     while (this.points.length > 2 && this.points[1].time < snapshot.time - 60) this.points.shift();
-    const seconds = last ? snapshot.time - last.time : 0;
-    if (seconds > 0 && last.requests <= requests) this.rates.push((requests - last.requests) / seconds);
-    if (this.rates.length > KEPT_S) this.rates.shift();
+  }
+
+  /** Returns the course of a figure, with its value now. */
+  line(name, value) {
+    const line = (this.lines[name] ??= []);
+    if (value != null) line.push(value);
+    if (line.length > KEPT_S) line.shift();
+    return line;
+  }
+
+  forget() {
+    this.points.length = 0;
+    this.lines = {};
   }
 
   /** Returns the buckets of a histogram: of all values, or of those of the last minute. */

@@ -21,15 +21,18 @@ function figures(snapshot, history) {
   const prompt = rates.kvparams_proxy_prompt_tokens_sum;
   const cached = rates.kvparams_proxy_cached_prompt_tokens_total;
   const share = prompt ? Math.min(1, cached / prompt) : null;
+  const running = states.pending + states.prefilling + states.decoding;
+  const steps = [[states.pending, "waiting"], [states.prefilling, "prefill"], [states.decoding, "decode"]];
+  const isBad = rates['kvparams_proxy_requests_total{outcome="failed"}'] > 0 || rates['kvparams_proxy_requests_total{outcome="midway"}'] > 0;
   return [
-    { name: "Requests", value: rate(total(rates, "requests_total")), unit: "/s", more: `${count(total(counters, "requests_total"))} in all`, line: history.rates },
-    { name: "Under way", value: count(states.pending + states.prefilling + states.decoding), unit: "", more: `${count(states.pending)} wait · ${count(states.prefilling)} prefill · ${count(states.decoding)} decode` },
-    { name: "Time to first token", value: ms(milli(quantile(ttft, 0.5))), unit: "p50", more: `p95 ${ms(milli(quantile(ttft, 0.95)))} · last minute` },
-    { name: "Time between tokens", value: ms(milli(quantile(itl, 0.5))), unit: "p50", more: `p95 ${ms(milli(quantile(itl, 0.95)))} · last minute` },
-    { name: "Prompt tokens", value: rate(prompt), unit: "/s", more: `${percent(share)} found in caches` },
-    { name: "Answers", value: bytes(rates.kvparams_proxy_answer_bytes_total), unit: "/s", more: `${count(counters.kvparams_proxy_completion_tokens_sum)} tokens reported` },
-    { name: "Errors", value: rate(errorRate == null ? null : 60 * errorRate), unit: "/min", more: `${count(errorCount)} in all`, bad: rates[`kvparams_proxy_requests_total{outcome="failed"}`] > 0 || rates[`kvparams_proxy_requests_total{outcome="midway"}`] > 0 },
-  ];
+    { name: "Requests", now: total(rates, "requests_total"), show: rate, unit: "/s", more: `${count(total(counters, "requests_total"))} in all` },
+    { name: "Under way", now: running, show: count, unit: "", more: steps.filter(([number], place) => number || place).map(([number, state]) => `${count(number)} ${state}`).join(" · ") },
+    { name: "Time to first token", now: milli(quantile(ttft, 0.5)), show: ms, unit: "p50", more: `p95 ${ms(milli(quantile(ttft, 0.95)))} · last minute` },
+    { name: "Time between tokens", now: milli(quantile(itl, 0.5)), show: ms, unit: "p50", more: `p95 ${ms(milli(quantile(itl, 0.95)))} · last minute` },
+    { name: "Prompt tokens", now: prompt, show: rate, unit: "/s", more: `${percent(share)} found in caches` },
+    { name: "Answers", now: rates.kvparams_proxy_answer_bytes_total, show: bytes, unit: "/s", more: `${count(counters.kvparams_proxy_completion_tokens_sum)} tokens reported` },
+    { name: "Errors", now: errorRate == null ? null : 60 * errorRate, show: rate, unit: "/min", more: `${count(errorCount)} in all`, bad: isBad },
+  ].map((figure) => ({ ...figure, value: figure.show(figure.now), line: history.line(figure.name, figure.now) }));
 }
 
 const milli = (seconds) => (seconds == null ? null : 1000 * seconds);
@@ -37,7 +40,7 @@ const sum = (values) => values.reduce((all, value) => (value == null ? all : (al
 
 function create(figure) {
   const value = h("div", { class: "value" }, h("span"), h("small"));
-  const line = figure.line ? s("svg", { viewBox: "0 0 100 28", preserveAspectRatio: "none", "aria-hidden": "true" }, s("path", { class: "spark-area" }), s("path", { class: "spark" })) : null;
+  const line = s("svg", { viewBox: "0 0 100 28", preserveAspectRatio: "none", "aria-hidden": "true" }, s("path", { class: "spark-area" }), s("path", { class: "spark" }));
   return h("div", { class: "figure", data: { figure: figure.name } }, h("div", { class: "name", text: figure.name }), value, h("div", { class: "more" }), line);
 }
 
@@ -46,7 +49,7 @@ function update(element, figure) {
   setText(element.querySelector(".value small"), figure.unit);
   setText(element.querySelector(".more"), figure.more);
   setData(element, "bad", Boolean(figure.bad));
-  if (!figure.line || figure.line.length < 2) return;
+  if (figure.line.length < 2) return;
   const highest = Math.max(...figure.line, 1e-9);
   const step = 100 / (figure.line.length - 1);
   const points = figure.line.map((value, place) => `${(place * step).toFixed(1)},${(26 - (24 * value) / highest).toFixed(1)}`).join("L");
