@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         alone = [_idle_share(pid), 0.0]
         with _viewers(port, _VIEWERS):
             alone[1] = _idle_share(pid)
+        alone[0] = min(alone[0], _idle_share(pid))
         ratios = [_round(port, pid, Path(directory), number) for number in range(asked.rounds)]
         ratio = median_interval(ratios)
         page = max(0.0, alone[1] - alone[0])

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -60,6 +61,20 @@ def test_without_a_compiler_a_wheel_is_pure(tmp_path: Path, environment: dict[st
 
 
 @pytest.mark.skipif(os.environ.get("KVPARAMS_NATIVE") == "off", reason="asked to do without")
+def test_the_files_of_the_live_page_are_released(tmp_path: Path) -> None:
+    static = Path("kvparams_proxy/ui/static")
+    wanted = {str(static / each.name) for each in (ROOT / "proxy" / static).iterdir()}
+    assert str(static / "index.html") in wanted
+    with zipfile.ZipFile(wheel(tmp_path / "wheel", HATCH_BUILD_NO_HOOKS="true")) as file:
+        assert wanted <= set(file.namelist())
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path / "sdist")]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (found,) = (tmp_path / "sdist").glob("*.tar.gz")
+    with tarfile.open(found) as file:
+        names = file.getnames()
+    assert {f"{found.name.removesuffix('.tar.gz')}/proxy/{each}" for each in wanted} <= set(names)
+
+
 def test_what_is_tested_has_native_code() -> None:
     """Otherwise the other tests here say nothing of it. `tests/install_servers.sh` installs a compiler."""
     assert NATIVE is not None

@@ -157,6 +157,8 @@ class SnapshotFeed:
                 interval_s = min(_LONGEST_S, max(_EVERY_S, _COST * self._took_s))
                 await asyncio.sleep(max(0.0, self._taken_s + interval_s - self._loop.time()))
         finally:
+            for viewer in self._viewers:  # if this has failed, their pages connect again
+                viewer.close()
             self._task = None
             self._builder.forget()
 

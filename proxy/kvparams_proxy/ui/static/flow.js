@@ -121,7 +121,7 @@ function drawGraph(picture, width) {
 
 function node(group, x, y, width) {
   const shown = s("g", { class: "node", data: { state: group.state } }, s("rect", { x, y, width, height: NODE, rx: 9 }));
-  shown.append(s("text", { class: "title", x: x + 12, y: y + 19, text: clip(group.title, width - 20, 7) }));
+  shown.append(s("text", { class: "title", x: x + 12, y: y + 19, text: clip(group.title, width - 20, 7.4) }));
   const whole = group.inFlight == null ? group.ready : `${group.ready} · ${count(group.inFlight)} run`;
   const more = whole.length > letters(width - 20, 5.7) ? group.ready : whole;
   shown.append(s("text", { class: "sub", x: x + 12, y: y + 35, text: clip(more, width - 20) }));

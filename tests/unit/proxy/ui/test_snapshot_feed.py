@@ -162,3 +162,23 @@ def test_viewers_stay_while_the_workers_do_not_answer() -> None:
         await feed.close()
 
     VirtualLoop().run(run())
+
+
+def test_a_fault_ends_the_streams_and_the_next_viewer_is_served() -> None:
+    source = Source()
+
+    async def run() -> None:
+        feed = feed_of(asyncio.get_running_loop(), source)
+        viewer = feed.join(is_admin=False)
+        assert await viewer.next() is not None
+        works = feed._collect  # pyright: ignore[reportPrivateUsage]
+        feed._collect = None  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+        assert await viewer.next() is None
+        feed.leave(viewer)
+        feed._collect = works  # pyright: ignore[reportPrivateUsage]
+        again = feed.join(is_admin=False)
+        assert await again.next() is not None
+        await feed.close()
+
+    loop = VirtualLoop()
+    loop.run(run())
