@@ -103,7 +103,7 @@ class PickerCommand:
         engines = parser.add_argument_group("engines")
         add_engine_flags(engines, "or of the sidecar in front of it")
         add_fleet_flags(engines)
-        add_option_flags(parser, without=("workers",))
+        add_option_flags(parser, without=("workers", "startup-check"))
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Serves until told to stop."""

@@ -18,8 +18,11 @@ from kvparams_proxy.config.option_types import (
     File,
     Flag,
     Log,
+    LogFormatName,
+    LogLevelName,
     Mode,
     Name,
+    OnOff,
     Policy,
     Port,
     Seconds,
@@ -169,6 +172,13 @@ class _LegOptions(_OptionGroup):
     probe: Annotated[
         Seconds, described("seconds between two health checks of an engine, which also ask which models it serves")
     ] = 5.0
+    startup_check: Annotated[
+        OnOff,
+        described(
+            "on sends one small request through each engine soon after it is ready, in the background, and logs "
+            "whether its KV gets to or from another engine"
+        ),
+    ] = "on"
 
 
 class _RoomOptions(_OptionGroup):
@@ -245,6 +255,16 @@ class _TelemetryOptions(_OptionGroup):
             "standard output, or off"
         ),
     ] = "-"
+    log_level: Annotated[
+        LogLevelName, described("the least severe lines of the proxy's own log, which is on standard error")
+    ] = "info"
+    log_format: Annotated[
+        LogFormatName,
+        described(
+            "the form of these lines; auto is text on a terminal and otherwise JSON, one object in each line. "
+            "The forms are"
+        ),
+    ] = "auto"
     trace: Annotated[
         Share | None,
         described(

@@ -48,6 +48,7 @@ from kvparams_proxy.server.lifespan_helpers import (
     open_decode_picker,
     reload_on_change,
     role_alone,
+    run_startup_check,
     switch_modes,
 )
 from kvparams_proxy.server.memory_trimmer import MemoryTrimmer
@@ -141,6 +142,8 @@ async def app_lifespan(
         shared_admin = SharedAdmin(parts.registry, plugins.modes, None if parts.sync is None else parts.sync.settings)
         stack.push_async_callback(shared_admin.close)
         await _start_tasks(stack, settings, plugins, parts)
+        if settings.startup_check and (worker is None or worker.identity.number == 1):
+            await stack.enter_async_context(run_startup_check(settings, plugins, parts.fleet, parts.pools))
         stack.push_async_callback(_end_running, resources)
         parts.fleet.startup_complete()
         yield {
