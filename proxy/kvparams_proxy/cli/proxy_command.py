@@ -27,6 +27,7 @@ from kvparams_proxy.config.signing import ReloadingSigner
 from kvparams_proxy.config_errors import ConfigError
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.fleet.registry.instance_spec import spec_of
+from kvparams_proxy.listening.handover import SocketHandover
 from kvparams_proxy.server.app import create_app
 from kvparams_proxy.server.file_descriptors import raise_descriptor_limit
 from kvparams_proxy.server.http_server import listen, serve
@@ -253,11 +254,16 @@ def run_server(
     app = make(asked.settings)
     _report_notes(command, asked, notes)
     try:
-        listener = listen(asked.host, asked.port)
+        handover = SocketHandover.prepare(asked.options.takeover)
+        listener = handover.inherited[0] if handover.inherited else listen(asked.host, asked.port)
     except OSError as error:
         return _cannot_listen(command, asked, error)
-    _print_address(command, asked, listener.getsockname()[1])
-    told = serve(app, listener, asked.server)
+    if len(handover.inherited) > 1:
+        return _cannot_listen(command, asked, OSError(f"{len(handover.inherited)} sockets are given for one process"))
+    with handover:
+        handover.note_address(asked.host, asked.port)
+        _print_address(command, asked, listener.getsockname()[1])
+        told = serve(app, listener, asked.server, handover)
     logging.shutdown()
     if told is not None:
         signal.raise_signal(told)
@@ -268,7 +274,9 @@ def _run_workers(asked: Configuration, notes: Iterable[str], arguments: argparse
     """Serves with several workers until SIGINT or SIGTERM. Returns the exit status."""
     _report_notes("proxy", asked, notes)
     try:
-        end = run_workers(asked, arguments, partial(_print_address, "proxy", asked))
+        with SocketHandover.prepare(asked.options.takeover) as handover:
+            handover.note_address(asked.host, asked.port)
+            end = run_workers(asked, arguments, handover, partial(_print_address, "proxy", asked))
     except OSError as error:
         return _cannot_listen("proxy", asked, error)
     logging.shutdown()

@@ -25,6 +25,7 @@ __all__ = [
     "CountOrNone",
     "File",
     "Flag",
+    "Folder",
     "Log",
     "LogFormatName",
     "LogLevelName",
@@ -122,6 +123,7 @@ Name = Annotated[
     Flag("NAME"),
 ]
 File = Annotated[FilePath, Flag("FILE")]
+Folder = Annotated[FilePath, Flag("DIR")]
 Share = Annotated[float, Field(ge=0, le=1), Allowed("a share, from 0 to 1"), Flag("SHARE", is_number=True)]
 Log = Annotated[str, PlainValidator(_check_log), Flag("FILE|-|off")]
 LogLevelName = Annotated[

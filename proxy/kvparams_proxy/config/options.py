@@ -17,6 +17,7 @@ from kvparams_proxy.config.option_types import (
     CountOrNone,
     File,
     Flag,
+    Folder,
     Log,
     LogFormatName,
     LogLevelName,
@@ -80,6 +81,13 @@ class _ListenOptions(_OptionGroup):
             "them without losing a request"
         ),
     ] = 1
+    takeover: Annotated[
+        Folder | None,
+        described(
+            "the directory where a running proxy hands its listening socket to its successor, which is started with "
+            "the same option: no connection is refused in between. Only the user of the proxy may enter the directory"
+        ),
+    ] = None
     drain_delay: Annotated[
         SecondsOrNone,
         described(

@@ -36,7 +36,7 @@ _BAD: Final = frozenset((MemberState.BROKEN, MemberState.NOT_READY))
 
 
 class Evidence(StrEnum):
-    """How a change of an engine was noticed."""
+    """Says how a change of an engine was noticed."""
 
     PROBE = "probe"
     LEG = "failed leg"
