@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Puts on this machine what the tests start: valkey-server 8, RabbitMQ 3.10 or later, the libraries that Mooncake loads,
-# Node, 18 or later, kubectl, systemd-analyze, and a C compiler.
+# Node, 18 or later, kubectl, systemd-analyze, Prometheus, and a C compiler.
 # They are only installed: every test starts its own, on a free port of the loopback interface, and ends it.
 set -euo pipefail
 
@@ -10,6 +10,7 @@ ls /usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin/rabbitmq-server >/dev/null 2>&1 
 command -v node >/dev/null || missing+=(nodejs)
 command -v kubectl >/dev/null || missing+=(kubernetes-client)
 command -v systemd-analyze >/dev/null || missing+=(systemd)
+command -v promtool >/dev/null || missing+=(prometheus)
 command -v cc >/dev/null || missing+=(gcc libc6-dev)
 ldconfig -p | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1)
 if [ ${#missing[@]} -eq 0 ]; then
