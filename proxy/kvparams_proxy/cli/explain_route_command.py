@@ -5,16 +5,16 @@ import json
 import sys
 from http.client import HTTPException
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
-from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from pydantic import ValidationError
 
 from kvparams.errors import printable
+from kvparams_proxy.cli.proxy_client import NO_PROXY, ProxyClient, describe_refusal
 from kvparams_proxy.secret import Secret, SecretError, secret_from_file
-from kvparams_proxy.server.admin_answers import CandidateAnswer, ErrorAnswer, RouteAnswer
+from kvparams_proxy.server.admin_answers import CandidateAnswer, RouteAnswer
 
 __all__ = ["COMMAND"]
 
@@ -27,22 +27,6 @@ Examples, for a request in a file and for a prompt:
 The proxy must have an admin API (--admin-token-file). No request is sent to an engine. A policy that draws lots or
 takes turns chooses anew for each request, so the next one may go elsewhere.
 """
-_TIMEOUT_S: Final = 30.0
-_MOST_BYTES: Final = 16 << 20
-_REDIRECTS: Final = range(300, 400)
-
-
-_NO_PROXY: Final = "is no kvparams proxy, or one of another version"
-
-
-class _RefusedRedirects(HTTPRedirectHandler):
-    """Follows no redirect: the request holds the admin token."""
-
-    def redirect_request(
-        self, req: Request, fp: IO[bytes], code: int, msg: str, headers: object, newurl: str
-    ) -> Request | None:
-        """See `HTTPRedirectHandler.redirect_request`. The redirect is raised as an `HTTPError`."""
-        return None
 
 
 class ExplainRouteCommand:
@@ -75,9 +59,9 @@ class ExplainRouteCommand:
             token = secret_from_file(Path(arguments.admin_token_file))
             text = _ask(arguments, token, body)
         except HTTPError as error:
-            return _refused(_describe_refusal(error, url), 1)
+            return _refused(describe_refusal(error, url, "has no admin API"), 1)
         except HTTPException:
-            return _refused(f"{url} {_NO_PROXY}", 1)
+            return _refused(f"{url} {NO_PROXY}", 1)
         except SecretError as error:
             return _refused(f"--admin-token-file: {error}", 2)
         except (OSError, ValueError) as error:
@@ -88,7 +72,7 @@ class ExplainRouteCommand:
         try:
             found = RouteAnswer.model_validate_json(text)
         except ValidationError:
-            return _refused(f"{url} {_NO_PROXY}", 1)
+            return _refused(f"{url} {NO_PROXY}", 1)
         print(json.dumps(json.loads(text), indent=1) if arguments.json else _words(found))
         return 0
 
@@ -108,25 +92,11 @@ def _body(arguments: argparse.Namespace) -> bytes:
 
 
 def _ask(arguments: argparse.Namespace, token: Secret, body: bytes) -> bytes:
-    if not arguments.proxy.startswith(("http://", "https://")):
-        raise ValueError("URL must be http://host:port or https://host:port")
     query = {"path": arguments.path} | ({} if arguments.tenant is None else {"tenant": arguments.tenant})
-    url = f"{arguments.proxy.rstrip('/')}/admin/explain-route?{urlencode(query)}"
-    headers = {"authorization": f"Bearer {token.reveal()}", "content-type": "application/json"}
+    headers = {"content-type": "application/json"}
     if arguments.session is not None:
         headers["x-session-id"] = arguments.session
-    with build_opener(_RefusedRedirects).open(Request(url, body, headers), timeout=_TIMEOUT_S) as answer:
-        text: bytes = answer.read(_MOST_BYTES)
-        return text
-
-
-def _describe_refusal(error: HTTPError, url: str) -> str:
-    if error.code in _REDIRECTS:
-        return f"{url} answers with a redirect, which is not followed; give the URL of the proxy itself"
-    try:
-        return f"{error.code} {printable(ErrorAnswer.model_validate_json(error.read(_MOST_BYTES)).error.message)}"
-    except (ValidationError, HTTPException, OSError):
-        return f"{error.code} {printable(error.reason)}; {url} {_NO_PROXY}, or has no admin API"
+    return ProxyClient(arguments.proxy, token).send(f"/admin/explain-route?{urlencode(query)}", body, headers)
 
 
 def _words(found: RouteAnswer) -> str:

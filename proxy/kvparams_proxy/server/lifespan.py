@@ -64,6 +64,7 @@ from kvparams_proxy.telemetry.production_stack_gauges import ProductionStackGaug
 from kvparams_proxy.telemetry.prompt_gauges import PromptGauges
 from kvparams_proxy.telemetry.proxy_gauges import InstanceGauges, ProxyGauges
 from kvparams_proxy.telemetry.record_dispatcher import RecordDispatcher
+from kvparams_proxy.telemetry.request_history import RequestHistory
 from kvparams_proxy.telemetry.request_log import RequestLog
 from kvparams_proxy.telemetry.tracing import Tracer
 from kvparams_proxy.tokenization.engine_tokenizer import EngineTokenizer
@@ -89,6 +90,7 @@ class _Telemetry(NamedTuple):
 
     metrics: Metrics
     request_log: RequestLog | None
+    history: RequestHistory
     record_dispatcher: RecordDispatcher
 
 
@@ -156,6 +158,7 @@ async def app_lifespan(
             "worker": worker,
             "keys": plugins.keys,
             "draining": DrainState(),
+            "history": parts.telemetry.history,
             "sync": parts.sync,
             "shared_admin": shared_admin,
             DIRECT_ENDPOINTS_KEY: {path.encode(): endpoint for path, endpoint in generate.items()},
@@ -275,9 +278,11 @@ def _open_telemetry(
     journal = None if settings.log_requests == "off" else RequestLog(loop, settings.log_requests, lock)
     if journal is not None:
         stack.callback(journal.close)
-    dispatcher = RecordDispatcher(loop, [reader for reader in (metrics, journal, spans) if reader is not None])
+    history = RequestHistory()
+    readers = (metrics, journal, spans, None if settings.admin_token is None else history)
+    dispatcher = RecordDispatcher(loop, [reader for reader in readers if reader is not None])
     stack.callback(dispatcher.close)
-    return _Telemetry(metrics, journal, dispatcher)
+    return _Telemetry(metrics, journal, history, dispatcher)
 
 
 def _execution_resources(

@@ -65,7 +65,16 @@ EMPTY = {"Fleet", "UpstreamPools"}
 """Those that hold nothing before engines join."""
 STEPS = (
     *("StallAwareClock", "Fleet", "FleetSync", "Registry", "UpstreamPools", "EngineAddresses", "Deadlines", "Metrics"),
-    *("RequestLog", "RecordDispatcher", "EngineTokenizer", "TokenService", "MemoryTrimmer", "BodyBudget", "KVReleaser"),
+    *(
+        "RequestLog",
+        "RequestHistory",
+        "RecordDispatcher",
+        "EngineTokenizer",
+        "TokenService",
+        "MemoryTrimmer",
+        "BodyBudget",
+        "KVReleaser",
+    ),
     *(
         "QueueDepthReader",
         "ProxyGauges",

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -152,3 +153,38 @@ async def test_no_panel_is_empty(tmp_path: Path) -> None:
             may_be_missing = {"kvparams_proxy_leg_failures_total", "kvparams_proxy_handoffs_refused_total"}
             may_be_missing |= {"kvparams_proxy_client_connections_refused_total"}
             assert names - known <= may_be_missing
+
+
+@pytest.mark.slow
+async def test_prometheus_takes_the_exemplars(tmp_path: Path) -> None:
+    """They lead from a bucket of a histogram to a trace, also through the metrics of several workers."""
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    trace_id = f"{17:032x}"
+    with Processes(logs) as processes:
+        store = f"file://{tmp_path}/kv?size=64MiB"
+        prefill, decode = processes.engine("p0", "prefill", store), processes.engine("d0", "decode", store)
+        flags = ("--trace", "0", "--workers", "2", "--log-requests", "off")
+        proxy = processes.proxy([prefill], [decode], *flags)
+        processes.wait_ready(prefill, decode, proxy, within_s=100.0)
+        path = configuration(tmp_path, proxy.url, [])
+        prometheus = start_prometheus(processes, tmp_path, path, "--enable-feature=exemplar-storage")
+        async with httpx.AsyncClient(timeout=20, trust_env=False) as http:
+            begun_s = time.time()
+
+            async def has_exemplar() -> bool:
+                headers = {"traceparent": f"00-{trace_id}-00000000000000aa-01"}
+                answer = await http.post(f"{proxy.url}/v1/completions", json={"prompt": "x"}, headers=headers)
+                assert answer.status_code == 200, answer.text
+                query = {"query": "kvparams_proxy_time_to_first_byte_seconds_bucket", "start": begun_s - 60}
+                try:
+                    url = f"{prometheus.url}/api/v1/query_exemplars"
+                    found = (await http.get(url, params={**query, "end": time.time() + 60})).json()
+                except (httpx.TransportError, ValueError):
+                    return False
+                exemplars = [one for series in found.get("data", []) for one in series["exemplars"]]
+                return any(one["labels"] == {"trace_id": trace_id} and float(one["value"]) > 0 for one in exemplars)
+
+            await until(has_exemplar, 60.0, pause_s=0.5)
+            plain = (await http.get(f"{proxy.url}/metrics")).text
+            assert trace_id not in plain, "only OpenMetrics has exemplars"
