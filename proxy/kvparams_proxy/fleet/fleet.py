@@ -314,9 +314,10 @@ class Fleet(FleetMembers):
     def explain(
         self, role: Role, facts: RequestFacts, beside: PairTarget | None = None, near: Collection[str] = ()
     ) -> "RouteExplanation":
-        """Explains the decision that `acquire` would make now, regardless of room and of slow start.
+        """Explains the decision that `acquire` would make now.
 
-        Nothing is taken, and no turn of the policy is used up.
+        Nothing is taken, and no turn of the policy is used up. Of a request that would have to wait, the choice is
+        that among all that could run it.
 
         Raises:
             ProxyError: 503 naming the role: no instance can be chosen.
@@ -324,7 +325,10 @@ class Fleet(FleetMembers):
         key = None
         if beside is not None and self._paired:
             key = beside if isinstance(beside, Role) else pair_key(beside)
-        return self._roles[role].explain(facts, key, near)
+        avoid: Collection[str] = ()
+        if beside is not None and self._blame.has_failures:
+            avoid = self._blame.ids_to_avoid((), facts, beside)
+        return self._roles[role].explain(facts, avoid, key, near)
 
     def health(self) -> dict[Role, RoleHealth]:
         """Returns the figures of each role that is needed, or that somebody has."""

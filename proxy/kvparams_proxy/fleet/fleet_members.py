@@ -14,7 +14,7 @@ from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerLimits
 from kvparams.routing.pairing import PairKey, pair_key
 from kvparams_proxy.fleet.breakers import Breakers
-from kvparams_proxy.fleet.dispatcher import Dispatcher
+from kvparams_proxy.fleet.explaining_dispatcher import ExplainingDispatcher
 from kvparams_proxy.fleet.failure_attribution import FailureAttributor
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.retired_instances import RetiredInstances
@@ -106,7 +106,7 @@ class FleetMembers:
         self._listeners: list[FleetListener] = []
         self._add_first(instances)
         self._roles = {
-            role: Dispatcher(
+            role: ExplainingDispatcher(
                 role,
                 policies[role],
                 self._members,

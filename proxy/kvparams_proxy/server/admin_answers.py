@@ -169,6 +169,9 @@ class CandidateAnswer(Answer):
     fetch_s: Annotated[float | None, _is("seconds for fetching")] = None
     compute_s: Annotated[float | None, _is("seconds for computing")] = None
     first_token_s: Annotated[float | None, _is("expected seconds to the first token")] = None
+    excluded: Annotated[
+        str | None, _is("why the request would not go there now: no room, slow start, or its pairs fail")
+    ] = None
     legs_seen: Annotated[int | None, _is("requests from which its speed was learned")] = None
 
 
@@ -187,6 +190,8 @@ class RouteAnswer(Answer):
     chosen: Annotated[str, _is("the id of an instance")]
     decision: Annotated[str, _is("the reasons, as text")]
     candidates: list[CandidateAnswer]
+    waits: Annotated[bool, _is("whether it would wait for room; `chosen` is then the choice if there were room")]
+    notes: Annotated[list[str], _is("what this answer leaves out")]
     accuracy: Annotated[float | None, _is("the share of tokens predicted to be cached that were; null without any")]
     alarm: Annotated[bool, _is("whether that share is too low")]
 
