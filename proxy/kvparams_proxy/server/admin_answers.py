@@ -190,8 +190,10 @@ class RouteAnswer(Answer):
     chosen: Annotated[str, _is("the id of an instance")]
     decision: Annotated[str, _is("the reasons, as text")]
     candidates: list[CandidateAnswer]
-    waits: Annotated[bool, _is("whether it would wait for room; `chosen` is then the choice if there were room")]
-    notes: Annotated[list[str], _is("what this answer leaves out")]
+    waits: Annotated[bool, _is("whether it would wait for room; `chosen` is then the choice if there were room")] = (
+        False
+    )
+    notes: Annotated[list[str], _is("what this answer leaves out")] = []
     accuracy: Annotated[float | None, _is("the share of tokens predicted to be cached that were; null without any")]
     alarm: Annotated[bool, _is("whether that share is too low")]
 
