@@ -16,7 +16,7 @@ from kvparams_proxy.server.admin_answers import (
     SourceAnswer,
 )
 from kvparams_proxy.server.admin_operations import ADMIN_OPERATIONS
-from kvparams_proxy.telemetry.request_history import EndedRequest
+from kvparams_proxy.telemetry.request_history import HistoryEntry
 
 __all__ = ["describe_fleet", "describe_instance", "describe_request"]
 
@@ -73,7 +73,7 @@ def describe_instance(registry: Registry, member: Member, leases: Mapping[str, i
     )
 
 
-def describe_request(request: EndedRequest) -> RequestAnswer:
+def describe_request(request: HistoryEntry) -> RequestAnswer:
     """Returns the description of a request that has ended."""
     spans = request.spans
     began_s, ended_s = spans[0][2], spans[-1][2]

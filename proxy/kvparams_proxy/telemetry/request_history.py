@@ -10,12 +10,12 @@ from typing import Final, NamedTuple
 from kvparams.routing.request_lifecycle import StateSpan
 from kvparams_proxy.telemetry.request_record import RefusedRequest, RequestRecord
 
-__all__ = ["EndedRequest", "RequestHistory"]
+__all__ = ["HistoryEntry", "RequestHistory"]
 
 _MOST: Final = 1024
 
 
-class EndedRequest(NamedTuple):
+class HistoryEntry(NamedTuple):
     """The part of a `RequestRecord` that is kept."""
 
     request_id: str
@@ -44,9 +44,9 @@ class RequestHistory:
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most
-        self._requests: OrderedDict[str, EndedRequest] = OrderedDict()
+        self._requests: OrderedDict[str, HistoryEntry] = OrderedDict()
 
-    def find(self, id: str) -> EndedRequest | None:
+    def find(self, id: str) -> HistoryEntry | None:
         """Returns the last request with this request id, transfer id or trace id (32 hexadecimal digits)."""
         found = self._requests.get(id)
         if found is not None:
@@ -62,7 +62,7 @@ class RequestHistory:
         facts, life, trace = account.facts, account.lifecycle, account.trace_context
         requests = self._requests
         requests.pop(facts.request_id, None)
-        requests[facts.request_id] = EndedRequest(
+        requests[facts.request_id] = HistoryEntry(
             facts.request_id,
             (facts.transfer_id, *(account.further_transfers or ())),
             facts.tenant,
