@@ -270,7 +270,7 @@ def _open_telemetry(
     worker: WorkerIdentity | None,
 ) -> _Telemetry:
     """Opens what reads the records of requests, and the dispatcher that brings them there."""
-    metrics = Metrics()
+    metrics, history = Metrics(), RequestHistory()
     spans = plugins.make_span_exporter()
     if spans is not None:
         stack.push_async_callback(spans.close)
@@ -278,7 +278,6 @@ def _open_telemetry(
     journal = None if settings.log_requests == "off" else RequestLog(loop, settings.log_requests, lock)
     if journal is not None:
         stack.callback(journal.close)
-    history = RequestHistory()
     readers = (metrics, journal, spans, None if settings.admin_token is None else history)
     dispatcher = RecordDispatcher(loop, [reader for reader in readers if reader is not None])
     stack.callback(dispatcher.close)
