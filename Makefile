@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STORE ?= file
 ENGINE ?= reference
+# Of make serve: the proxy's port (the engines have the next five), and requests per second.
+PORT ?= 8100
+TRAFFIC ?= 2
 DEMO := $(if $(filter vllm,$(ENGINE)),.venv-vllm/bin,$(BIN))/python -m demo --engine "$(ENGINE)" --store "$(STORE)"
 READY := .venv/.ready
 # What runs with native code and without.
@@ -36,7 +39,8 @@ help:
 	@echo "make demo         conversations over two prefill and two decode engines, with proof (20 to 60 s)"
 	@echo "                  STORE=file|valkey|mooncake|lmcache|peer|tiered, or the URL of a store that runs"
 	@echo "                  ENGINE=vllm: real vLLM engines without a GPU; STORE=nixl there: vLLM's own connector"
-	@echo "make serve        the same engines, store and proxy, kept up for you to try"
+	@echo "make serve        the same engines, store and proxy, kept up for you to try, with light traffic"
+	@echo "                  prints where to look; PORT=8100 and the next five ports, TRAFFIC=2 requests per second"
 	@echo "make check        lint, types, unit and contract tests (2 to 3 min)"
 	@echo "make test         the above and what runs servers, seconds each (6 min)"
 	@echo "make test-long    more examples, long simulations, faults, measurements (20 min)"
@@ -143,7 +147,7 @@ demo: $(READY)
 	@$(DEMO)
 
 serve: $(READY)
-	@$(DEMO) --serve
+	@$(DEMO) --serve --port "$(PORT)" --traffic "$(TRAFFIC)"
 
 # After a change of a C file; `make install` does it the first time.
 native: $(READY)

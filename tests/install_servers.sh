@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Puts on this machine what the tests start: valkey-server 8, RabbitMQ 3.10 or later, the libraries that Mooncake loads,
-# Node, 18 or later, kubectl, systemd-analyze, Chromium, and a C compiler.
+# Node, 18 or later, kubectl, systemd-analyze, Chromium, Prometheus, and a C compiler.
 # They are only installed: every test starts its own, on a free port of the loopback interface, and ends it.
 set -euo pipefail
 
@@ -11,6 +11,7 @@ command -v node >/dev/null || missing+=(nodejs)
 command -v kubectl >/dev/null || missing+=(kubernetes-client)
 command -v systemd-analyze >/dev/null || missing+=(systemd)
 command -v chromium >/dev/null || missing+=(chromium)
+command -v promtool >/dev/null || missing+=(prometheus)
 command -v cc >/dev/null || missing+=(gcc libc6-dev)
 ldconfig -p | grep -q 'libibverbs\.so\.1' || missing+=(libibverbs1)
 if [ ${#missing[@]} -eq 0 ]; then

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from secrets import token_urlsafe
 from types import FrameType
 from typing import Final, cast
 
@@ -23,6 +24,7 @@ from demo.control import damage_unchecked, damage_verified
 from demo.conversations import Fleet, hold_conversations
 from demo.display import Display
 from demo.folder import own_folder
+from demo.light_traffic import drive_traffic
 from demo.processes import ProcessError, Processes
 from demo.stores import KINDS, start_store
 from demo.texts import MAX_TURNS
@@ -36,6 +38,8 @@ __all__ = ["main"]
 _MEMORY_DISK: Final = Path("/dev/shm")
 _LEAST_STORE_BYTES: Final = 4 << 20
 """The pages of the longest prompt, several times over."""
+_TOKEN: Final = "admin-token"
+"""The name of its file."""
 _PATH: Final = "/v1/chat/completions"
 _TRY: Final[JSON] = {
     "messages": [{"role": "user", "content": "Hello!"}],
@@ -123,13 +127,14 @@ async def _run(arguments: argparse.Namespace, directory: Path, display: Display)
         display.step(
             f"starting 2 prefill engines, 2 decode engines and 1 that does all the work; store {redact_url(store)}"
         )
-        fleet = _start(processes, store, cast("int", arguments.port))
+        flags = _make_token(directory) if arguments.serve else ()
+        fleet = _start(processes, store, cast("int | None", arguments.port), flags, fixed=arguments.serve)
         for server in (*fleet.prefill, *fleet.decode, fleet.single, fleet.proxy):
             processes.wait_ready(server)
             display.step(f"{server.name} is ready at {server.url}")
         async with new_client() as client:
             if arguments.serve:
-                await _serve(client, fleet, display)
+                await _serve(client, fleet, display, cast("float", arguments.traffic), directory)
                 return
             display.step("the model is real, its weights are random: answers mean nothing, but depend on every token")
             await hold_conversations(client, fleet, display, cast("int", arguments.turns))
@@ -151,10 +156,13 @@ async def _run_vllm(arguments: argparse.Namespace, directory: Path, display: Dis
         wanted, port = cast("str", arguments.store), cast("int | None", arguments.port)
         each = cast("int | None", arguments.each)
         controls = not arguments.serve
-        started = start_vllm_fleet(processes, directory, wanted, port, display, each, controls=controls)
+        flags = _make_token(directory) if arguments.serve else ()
+        started = start_vllm_fleet(
+            processes, directory, wanted, port, display, each, controls=controls, proxy_flags=flags
+        )
         async with new_client() as client:
             if arguments.serve:
-                await _serve(client, started.fleet, display)
+                await _serve(client, started.fleet, display, cast("float", arguments.traffic), directory)
                 return
             await hold_conversations(client, started.fleet, display, cast("int", arguments.turns))
             await run_controls(client, started, display)
@@ -162,21 +170,49 @@ async def _run_vllm(arguments: argparse.Namespace, directory: Path, display: Dis
     display.step("nothing is left running")
 
 
-def _start(processes: Processes, store: str, port: int | None) -> Fleet:
-    prefill = (processes.engine("p0", "prefill", store), processes.engine("p1", "prefill", store))
-    decode = (processes.engine("d0", "decode", store), processes.engine("d1", "decode", store))
-    single = processes.engine("single")
-    return Fleet(prefill, decode, single, processes.proxy(prefill, decode, port=port))
+def _start(processes: Processes, store: str, port: int | None, flags: Sequence[str] = (), *, fixed: bool) -> Fleet:
+    """Starts everything. `fixed`: the engines have the ports after the proxy's, if that is given."""
+
+    def place(number: int) -> int | None:
+        return port + number if fixed and port is not None else None
+
+    prefill = (
+        processes.engine("p0", "prefill", store, port=place(1)),
+        processes.engine("p1", "prefill", store, port=place(2)),
+    )
+    decode = (
+        processes.engine("d0", "decode", store, port=place(3)),
+        processes.engine("d1", "decode", store, port=place(4)),
+    )
+    single = processes.engine("single", port=place(5))
+    return Fleet(prefill, decode, single, processes.proxy(prefill, decode, *flags, port=port))
 
 
-async def _serve(client: httpx.AsyncClient, fleet: Fleet, display: Display) -> None:
+def _make_token(directory: Path) -> tuple[str, ...]:
+    """Makes the token of the admin API, and returns the proxy's flags that name it and let it look at caches."""
+    path = directory / _TOKEN
+    path.touch(0o600)
+    path.write_text(token_urlsafe(24))
+    return "--admin-token-file", str(path), "--tokenizer", "bytes"
+
+
+async def _serve(
+    client: httpx.AsyncClient, fleet: Fleet, display: Display, traffic_per_s: float, directory: Path
+) -> None:
     """Keep everything up until Ctrl-C, and say how to try it."""
     reply = await ask_stream(client, fleet.proxy.url, _PATH, _TRY)
     route = f"{reply.headers.get('x-kvparams-prefill')}, then {reply.headers.get('x-kvparams-decode')}"
     display.step(f"tried it: {reply.count('completion_tokens')} tokens by way of {route}; try it yourself:")
     body = shlex.quote(json.dumps(_TRY))
     print(f"\n  curl -N {fleet.proxy.url}{_PATH} -H 'content-type: application/json' -d {body}\n")
+    token = directory / _TOKEN
+    print(f"  look at it: {fleet.proxy.url}/ui#token={token.read_text()}")
+    print(f"  metrics:    {fleet.proxy.url}/metrics")
+    print(f'  admin API:  curl -H "Authorization: Bearer $(cat {token})" {fleet.proxy.url}/admin\n')
     display.step("Ctrl-C stops everything")
+    if traffic_per_s > 0:
+        display.step(f"light traffic: {traffic_per_s:g} requests per second (--traffic 0 turns it off)")
+        await drive_traffic(client, fleet.proxy.url, traffic_per_s, display, fleet.more)
     await asyncio.Event().wait()
 
 
@@ -204,8 +240,21 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--turns", type=int, choices=range(1, MAX_TURNS + 1), default=MAX_TURNS, help="per conversation"
     )
-    parser.add_argument("--serve", "--keep", action="store_true", help="keep everything up and print a curl line")
-    parser.add_argument("--port", type=int, help="the proxy's port (default: a free one)")
+    parser.add_argument(
+        "--serve", "--keep", action="store_true", help="keep everything up, with light traffic, and print where to look"
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        help="the proxy's port (default: a free one); with --serve, the reference engines have the next five",
+    )
+    parser.add_argument(
+        "--traffic",
+        type=float,
+        default=2.0,
+        metavar="N",
+        help="with --serve, requests per second (default: 2; 0: none)",
+    )
     return parser
 
 

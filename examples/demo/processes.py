@@ -172,10 +172,15 @@ class Processes:
         return server
 
     def engine(
-        self, name: str, role: Literal["prefill", "decode", "both"] = "both", store: str | None = None, *more: str
+        self,
+        name: str,
+        role: Literal["prefill", "decode", "both"] = "both",
+        store: str | None = None,
+        *more: str,
+        port: int | None = None,
     ) -> Server:
         """Start a reference engine; `more` are further arguments of `python -m reference_engine`."""
-        port = free_port()
+        port = port or free_port()
         command = [sys.executable, "-m", "reference_engine", "--id", name, "--role", role, "--port", str(port)]
         if store is not None:
             command += ["--store", store]

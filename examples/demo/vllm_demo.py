@@ -3,6 +3,7 @@
 The engines are unpatched releases of vLLM, and all counts are vLLM's own.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -60,6 +61,7 @@ def start_vllm_fleet(
     each: int | None = None,
     *,
     controls: bool = True,
+    proxy_flags: Sequence[str] = (),
 ) -> Started:
     """Make the model, start everything and wait until it is ready.
 
@@ -71,6 +73,7 @@ def start_vllm_fleet(
         display: shows how it goes.
         each: engines of each role; None is as many as memory allows, one or two.
         controls: start what `run_controls` needs, too.
+        proxy_flags: further flags of the proxy.
 
     Raises:
         ProcessError: something is not installed, does not fit, ended, or was not ready in time.
@@ -106,7 +109,7 @@ def start_vllm_fleet(
         unchecked = store_transfer("careless", "kv_consumer", store, verify=False)
         careless = start_vllm(processes, "careless", model, unchecked, core=0)
     _wait(processes, (*prefill, *decode, single, *([careless] if careless else [])), display)
-    proxy = processes.proxy(prefill, decode, connector=NIXL if moving else "store", port=port)
+    proxy = processes.proxy(prefill, decode, *proxy_flags, connector=NIXL if moving else "store", port=port)
     processes.wait_ready(proxy)
     display.step(f"{proxy.name} is ready at {proxy.url}")
     fleet = Fleet(prefill, decode, single, proxy, VLLM, _MORE)

@@ -1,4 +1,4 @@
-"""Tells systemd the state of this process, as `sd_notify` does: ready, stopping, alive.
+"""Tells systemd the state of this process, as `sd_notify` does: ready, reloading, stopping, alive.
 
 The protocol is one datagram for each message. Without `NOTIFY_SOCKET` in the environment nothing is sent.
 
@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -52,11 +53,24 @@ class ServiceNotifier:
         watchdog_s = int(usec) / 1e6 if is_meant and _USEC.fullmatch(usec) else 0.0
         return cls(address, watchdog_s or None)
 
-    def ready(self, status: str) -> None:
-        """Tells that requests are served, and goes on to tell that the event loop, which calls this, is alive."""
-        self._send(f"READY=1\nSTATUS={status}", can_retry=True)
+    def ready(self, status: str, *, is_successor: bool = False) -> None:
+        """Tells that requests are served, and goes on to tell that the event loop, which calls this, is alive.
+
+        `is_successor`: this process has taken the place of the one that systemd takes for the service.
+        """
+        main = f"\nMAINPID={os.getpid()}" if is_successor else ""
+        self._send(f"READY=1\nSTATUS={status}{main}", can_retry=True)
         if self._address is not None and self._watchdog_s is not None:
             self._tell_alive()
+
+    def reloading(self) -> None:
+        """Tells that the configuration is being read again; `reloaded` follows."""
+        now_usec = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
+        self._send(f"RELOADING=1\nMONOTONIC_USEC={now_usec}\nSTATUS=Replacing all workers", can_retry=True)
+
+    def reloaded(self, status: str) -> None:
+        """Tells that the reload is over, whatever came of it."""
+        self._send(f"READY=1\nSTATUS={status}", can_retry=True)
 
     def stopping(self, within_s: float) -> None:
         """Tells that the shutdown has begun, and how many seconds running requests may take."""

@@ -62,6 +62,7 @@ ALLOWED: Final[dict[str, tuple[int, str]]] = {
     "system/proxy/test_stream_end.py": (1, ENGINE),
     "system/proxy/upstream/test_loop_clock.py": (4, f"{BLOCKS}; {ENGINE}"),
     "system/proxy/upstream/test_probes.py": (1, ENGINE),
+    "system/proxy/workers/test_rolling_restart.py": (1, PACE),
     "system/proxy/workers/test_workers.py": (1, PACE),
     "system/queue/test_lost.py": (2, ENGINE),
     "system/reference_engine/test_processes.py": (3, CHILD),

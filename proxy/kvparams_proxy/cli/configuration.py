@@ -221,6 +221,7 @@ def _make_settings(
             retries=options.retries,
             continuation=options.continuation,
             probe_interval_s=options.probe,
+            startup_check=options.startup_check == "on",
             limits={
                 Role.PREFILL: RoleLimits(options.prefill_requests),
                 Role.DECODE: RoleLimits(options.decode_requests),

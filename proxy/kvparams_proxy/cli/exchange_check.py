@@ -12,7 +12,7 @@ from kvparams.replication.messages import (
     MessageAuthenticator,
     MessageKind,
 )
-from kvparams_proxy.cli.engine_check import CheckFinding
+from kvparams_proxy.checks.engine_check import CheckFinding
 from kvparams_proxy.config.share_url import ShareURL
 from kvparams_proxy.config.sharing import SharingSettings
 from kvparams_proxy.coordination.exchange import HEARTBEAT_S

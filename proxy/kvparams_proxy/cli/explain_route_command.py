@@ -116,6 +116,8 @@ def _words(found: RouteAnswer) -> str:
         lines += [f"about {found.tokens} tokens, estimated from the text's length"]
     else:
         lines += [f"{found.tokens} tokens, with ids from {found.ids}"]
+    lines += ["it would wait for room; the choice is that among all that could run it"] if found.waits else []
+    lines += [f"not looked at: {printable(note)}" for note in found.notes]
     if found.alarm and found.accuracy is not None:
         share = f"{100 * found.accuracy:.0f} %"
         lines += [f"WARNING: only {share} of the tokens that were predicted to be cached were cached"]
@@ -129,16 +131,20 @@ def _cache_table(found: RouteAnswer) -> list[str]:
         times = "".join(f"{1000 * (each or 0.0):>6.0f} ms" for each in seconds)
         whose = "" if one.source is None else f"  from {printable(one.source)}"
         counts = f"{one.cached or 0:>8}{one.fetched or 0:>9}"
-        lines.append(f"{_mark(found, one):2}{printable(one.id):24}{counts}{times}{whose}")
+        lines.append(f"{_mark(found, one):2}{printable(one.id):24}{counts}{times}{whose}{_excluded(one)}")
     return lines
 
 
 def _load_table(found: RouteAnswer) -> list[str]:
     lines = [f"{'':2}{'instance':24}{'requests':>10}{'their tokens':>14}"]
     return lines + [
-        f"{_mark(found, one):2}{printable(one.id):24}{one.in_flight:>10}{one.tokens_in_flight:>14}"
+        f"{_mark(found, one):2}{printable(one.id):24}{one.in_flight:>10}{one.tokens_in_flight:>14}{_excluded(one)}"
         for one in found.candidates
     ]
+
+
+def _excluded(candidate: CandidateAnswer) -> str:
+    return "" if candidate.excluded is None else f"  not now: {printable(candidate.excluded)}"
 
 
 def _mark(found: RouteAnswer, candidate: CandidateAnswer) -> str:

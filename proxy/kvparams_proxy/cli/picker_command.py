@@ -103,7 +103,7 @@ class PickerCommand:
         engines = parser.add_argument_group("engines")
         add_engine_flags(engines, "or of the sidecar in front of it")
         add_fleet_flags(engines)
-        add_option_flags(parser, without=("workers",))
+        add_option_flags(parser, without=("workers", "startup-check", "takeover"))
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Serves until told to stop."""
@@ -128,6 +128,7 @@ class PickerCommand:
         notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
         if picker.tls is None and any(entry.credential_sources.key_file is not None for entry in asked.entries):
             notes.append(_PLAIN_KEYS)
+        asked = asked._replace(settings=replace(asked.settings, startup_check=False))  # sidecars check their engines
         make = partial(create_picker_app, picker=picker)
         return run_server("picker", asked, notes, arguments=arguments, make=make)
 

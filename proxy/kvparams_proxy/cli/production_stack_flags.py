@@ -36,7 +36,6 @@ _MEANINGLESS: Final[Mapping[str, bool]] = {
     "request-stats-window": True,
     "log-stats": False,
     "log-stats-interval": True,
-    "log-level": True,
 }
 """Taken and not used, and whether a value follows: engines are always probed, and /metrics is always there."""
 

@@ -15,11 +15,11 @@ from starlette.applications import Starlette
 from kvparams.cli.completion import suggest_values
 from kvparams.dialects.registry import routable_dialect_names
 from kvparams.instances import Role
+from kvparams_proxy.checks.fleet_check import check_fleet
 from kvparams_proxy.cli import production_stack_flags
 from kvparams_proxy.cli.configuration import Configuration, build_configuration
 from kvparams_proxy.cli.effective_settings import describe_effective_settings
 from kvparams_proxy.cli.exchange_check import check_exchange
-from kvparams_proxy.cli.fleet_check import check_fleet
 from kvparams_proxy.cli.worker_pool import run_workers
 from kvparams_proxy.config.options import OPTIONS, Option
 from kvparams_proxy.config.settings import Settings, known_dialects
@@ -27,11 +27,11 @@ from kvparams_proxy.config.signing import ReloadingSigner
 from kvparams_proxy.config_errors import ConfigError
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.fleet.registry.instance_spec import spec_of
+from kvparams_proxy.listening.handover import SocketHandover
 from kvparams_proxy.server.app import create_app
 from kvparams_proxy.server.file_descriptors import raise_descriptor_limit
 from kvparams_proxy.server.http_server import listen, serve
-from kvparams_proxy.telemetry.line_writer import LineWriter
-from kvparams_proxy.telemetry.log_handler import LineWriterHandler
+from kvparams_proxy.telemetry.logging_setup import is_json, set_up_logging
 
 __all__ = [
     "COMMAND",
@@ -43,7 +43,7 @@ __all__ = [
     "run_server",
 ]
 
-_STDERR: Final = 2
+_log: Final = logging.getLogger(__name__)
 _OPTION: Final = re.compile(r"--([a-z][a-z0-9-]*)")
 _GRADES: Final = {"ok": "ok     ", "warning": "WARNING", "error": "ERROR  "}
 _EXAMPLE: Final = """
@@ -211,22 +211,18 @@ def add_option_flags(parser: argparse.ArgumentParser, without: Collection[str] =
         _add(groups[option.group], option)
 
 
-def prepare_process(origin: str = "") -> None:
-    """Sets up the log and the limit of open files. `origin` is put into each line of the log."""
-    logging.basicConfig(level=logging.WARNING, handlers=[LineWriterHandler(LineWriter(_STDERR), origin)])
-    logging.getLogger("kvparams_proxy").setLevel(logging.INFO)  # that an engine is well again has to be seen, too
-    raise_descriptor_limit()
-
-
 def load_configuration(command: str, arguments: argparse.Namespace) -> Configuration | None:
     """Loads the configuration. Returns None if it is invalid, after printing the reason."""
-    prepare_process()
+    set_up_logging()
+    raise_descriptor_limit()
     try:
-        return build_configuration(arguments)
+        asked = build_configuration(arguments)
     except ConfigError as error:
         for problem in error.problems:
             print(f"kvparams {command}: {_name_variable(problem, arguments)}", file=sys.stderr)
         return None
+    set_up_logging(asked.options.log_level, asked.options.log_format)
+    return asked
 
 
 def _name_variable(problem: str, arguments: argparse.Namespace) -> str:
@@ -256,13 +252,18 @@ def run_server(
     if arguments is not None and arguments.check:
         return asyncio.run(_check(command, asked))
     app = make(asked.settings)
-    _print_notes(command, (*asked.notes, *notes))
+    _report_notes(command, asked, notes)
     try:
-        listener = listen(asked.host, asked.port)
+        handover = SocketHandover.prepare(asked.options.takeover)
+        listener = handover.inherited[0] if handover.inherited else listen(asked.host, asked.port)
     except OSError as error:
         return _cannot_listen(command, asked, error)
-    _print_address(command, asked, listener.getsockname()[1])
-    told = serve(app, listener, asked.server)
+    if len(handover.inherited) > 1:
+        return _cannot_listen(command, asked, OSError(f"{len(handover.inherited)} sockets are given for one process"))
+    with handover:
+        handover.note_address(asked.host, asked.port)
+        _print_address(command, asked, listener.getsockname()[1])
+        told = serve(app, listener, asked.server, handover)
     logging.shutdown()
     if told is not None:
         signal.raise_signal(told)
@@ -271,9 +272,11 @@ def run_server(
 
 def _run_workers(asked: Configuration, notes: Iterable[str], arguments: argparse.Namespace) -> int:
     """Serves with several workers until SIGINT or SIGTERM. Returns the exit status."""
-    _print_notes("proxy", (*asked.notes, *notes))
+    _report_notes("proxy", asked, notes)
     try:
-        end = run_workers(asked, arguments, partial(_print_address, "proxy", asked))
+        with SocketHandover.prepare(asked.options.takeover) as handover:
+            handover.note_address(asked.host, asked.port)
+            end = run_workers(asked, arguments, handover, partial(_print_address, "proxy", asked))
     except OSError as error:
         return _cannot_listen("proxy", asked, error)
     logging.shutdown()
@@ -287,6 +290,15 @@ def _run_workers(asked: Configuration, notes: Iterable[str], arguments: argparse
 def _print_notes(command: str, notes: Iterable[str]) -> None:
     for note in notes:
         print(f"kvparams {command}: {note}", file=sys.stderr)
+
+
+def _report_notes(command: str, asked: Configuration, notes: Iterable[str]) -> None:
+    """Tells what the operator should know of the start: in the log if programs read it, otherwise in plain words."""
+    if not is_json(asked.options.log_format):
+        _print_notes(command, (*asked.notes, *notes))
+        return
+    for note in (*asked.notes, *notes):
+        _log.warning("%s", note.removeprefix("WARNING: "), extra={"facts": {"event": "configuration"}})
 
 
 def _print_address(command: str, asked: Configuration, port: int) -> None:
@@ -312,9 +324,9 @@ async def _check(command: str, asked: Configuration) -> int:
     if settings.sharing is not None:
         findings.append(check_exchange(settings.sharing, settings.policy))
     for found in findings:
-        async for grade, who, said in found:
-            errors += grade == "error"
-            print(f"{_GRADES[grade]} {who}: {said}", flush=True)
+        async for one in found:
+            errors += one.grade == "error"
+            print(f"{_GRADES[one.grade]} {one.who}: {one.message}", flush=True)
     if errors:
         print(f"kvparams {command}: {errors} {'check' if errors == 1 else 'checks'} failed", file=sys.stderr)
     return 1 if errors else 0

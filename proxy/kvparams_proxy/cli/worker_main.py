@@ -13,12 +13,13 @@ from dataclasses import replace
 
 from kvparams.errors import KVParamsError
 from kvparams_proxy.cli.configuration import build_configuration
-from kvparams_proxy.cli.proxy_command import prepare_process
 from kvparams_proxy.cli.worker_limits import share_limits
 from kvparams_proxy.config.sharing import share_directory
 from kvparams_proxy.config_errors import ConfigError
 from kvparams_proxy.server.app import create_app
+from kvparams_proxy.server.file_descriptors import raise_descriptor_limit
 from kvparams_proxy.server.worker_server import serve_worker
+from kvparams_proxy.telemetry.logging_setup import set_up_logging
 from kvparams_proxy.workers.channel import FrameKind, encode_frame, receive_frame
 from kvparams_proxy.workers.parent_death import end_with_parent
 from kvparams_proxy.workers.worker_link import WorkerLink
@@ -52,10 +53,13 @@ def main(descriptor: int) -> int:
 
 def _serve(start: WorkerStart, channel: socket.socket) -> StartFailure | None:
     """Serves. Returns the reason if that fails."""
-    prepare_process(f"worker {start.identity.number}")
+    origin = f"worker {start.identity.number}"
+    set_up_logging(origin=origin)
+    raise_descriptor_limit()
     link = WorkerLink(channel, start.identity)
     try:
         asked = share_limits(build_configuration(argparse.Namespace(**start.arguments)), start.identity.count)
+        set_up_logging(asked.options.log_level, asked.options.log_format, origin)
         settings = asked.settings
         if settings.sharing is None:  # workers that share through a server need nothing else
             settings = replace(settings, sharing=share_directory(start.identity.directory))

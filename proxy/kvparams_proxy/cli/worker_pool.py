@@ -15,6 +15,7 @@ from kvparams.errors import KVParamsError
 from kvparams_proxy.cli.configuration import Configuration, build_configuration
 from kvparams_proxy.config.sharing import write_exchange_key
 from kvparams_proxy.config_errors import ConfigError
+from kvparams_proxy.listening.handover import SocketHandover
 from kvparams_proxy.server.app import create_app
 from kvparams_proxy.server.file_descriptors import backlog_for, descriptor_limit
 from kvparams_proxy.service_notifier import ServiceNotifier
@@ -30,13 +31,14 @@ _SHARED_MEMORY: Final = Path("/dev/shm")
 
 
 def run_workers(
-    asked: Configuration, arguments: argparse.Namespace, on_serving: Callable[[int], None]
+    asked: Configuration, arguments: argparse.Namespace, handover: SocketHandover, on_serving: Callable[[int], None]
 ) -> SupervisorEnd:
-    """Runs workers until SIGINT or SIGTERM.
+    """Runs workers until SIGINT or SIGTERM, or until a successor serves.
 
     Args:
         asked: its configuration.
         arguments: its source, from which each worker builds its own.
+        handover: where listening sockets come from and go to.
         on_serving: called with the port once requests are served.
 
     Raises:
@@ -48,15 +50,33 @@ def run_workers(
     notifier = ServiceNotifier.from_environment()
     memory = _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK | os.X_OK) else None
     with (
-        WorkerListeners.open(asked.host, asked.port, asked.workers, backlog) as listeners,
+        WorkerListeners.open(
+            asked.host,
+            asked.port,
+            asked.workers,
+            backlog,
+            handover.inherited,
+            grow=handover.has_predecessor,
+        ) as listeners,
         tempfile.TemporaryDirectory(prefix="kvparams-", dir=memory, ignore_cleanup_errors=True) as directory,
     ):
         port = listeners.port
         write_exchange_key(Path(directory))
 
-        def serving() -> None:
-            on_serving(port)
-            notifier.ready(f"Serving requests with {asked.workers} workers")
+        status = f"Serving requests with {asked.workers} workers"
+
+        async def serving() -> None:
+            if await handover.complete(listeners.sockets, supervisor.retire):
+                on_serving(port)
+                notifier.ready(status, is_successor=handover.has_predecessor)
+            else:
+                supervisor.retire()
+
+        def reloading(begins: bool) -> None:
+            if begins:
+                notifier.reloading()
+            else:
+                notifier.reloaded(status)
 
         plan = WorkerPlan(
             workers=asked.workers,
@@ -67,9 +87,11 @@ def run_workers(
             check=lambda: _check_again(asked, arguments),
             on_serving=serving,
             on_stopping=notifier.stopping,
+            on_reload=reloading,
         )
+        supervisor = Supervisor(plan, listeners)
         try:
-            return asyncio.run(Supervisor(plan, listeners).run())
+            return asyncio.run(supervisor.run())
         finally:
             notifier.close()
 

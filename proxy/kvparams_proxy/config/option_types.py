@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, NamedTuple, cast
 
 from pydantic import AfterValidator, Field, PlainValidator, ValidationInfo
@@ -16,6 +16,7 @@ from kvparams_proxy.config.share_url import ShareURL as ParsedShareURL
 from kvparams_proxy.config.share_url import parse_share_url
 from kvparams_proxy.config.spec_fields import FilePath, check_path, check_printable, rules_of
 from kvparams_proxy.config.spec_fields import Switch as SwitchValue
+from kvparams_proxy.telemetry.logging_setup import LogFormat, LogLevel
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizerChoices, parse_tokenizer_choices
 
 __all__ = [
@@ -24,9 +25,13 @@ __all__ = [
     "CountOrNone",
     "File",
     "Flag",
+    "Folder",
     "Log",
+    "LogFormatName",
+    "LogLevelName",
     "Mode",
     "Name",
+    "OnOff",
     "Policy",
     "Port",
     "Seconds",
@@ -40,6 +45,8 @@ __all__ = [
 ]
 
 MOST_WORKERS: Final = 64
+_LEVEL_SYNONYMS: Final[Mapping[object, str]] = {"trace": "debug"}
+"""Levels of vLLM production-stack's router that this log does not have."""
 _MOST: Final = (1 << 53) - 1
 
 
@@ -65,6 +72,11 @@ def _check_log(value: object, info: ValidationInfo) -> str:
     if path is None or path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError("must be -, off, or the path of a file that can be written")
     return str(path)
+
+
+def _on_off(value: object) -> object:
+    """Returns the word that YAML reads as a truth value."""
+    return ("off", "on")[value] if isinstance(value, bool) else value
 
 
 def _check_mode(value: object) -> ManagerMode:
@@ -111,8 +123,20 @@ Name = Annotated[
     Flag("NAME"),
 ]
 File = Annotated[FilePath, Flag("FILE")]
+Folder = Annotated[FilePath, Flag("DIR")]
 Share = Annotated[float, Field(ge=0, le=1), Allowed("a share, from 0 to 1"), Flag("SHARE", is_number=True)]
 Log = Annotated[str, PlainValidator(_check_log), Flag("FILE|-|off")]
+LogLevelName = Annotated[
+    str,
+    PlainValidator(lambda value: must_be_one_of(_LEVEL_SYNONYMS.get(value, value), list(LogLevel))),
+    Flag("LEVEL", known=lambda: [str(one) for one in LogLevel]),
+]
+LogFormatName = Annotated[
+    str,
+    PlainValidator(lambda value: must_be_one_of(value, list(LogFormat))),
+    Flag("FORMAT", known=lambda: [str(one) for one in LogFormat]),
+]
+OnOff = Annotated[str, PlainValidator(lambda value: must_be_one_of(_on_off(value), ("on", "off"))), Flag("on|off")]
 Policy = Annotated[str, PlainValidator(lambda value: must_be_one_of(value, _policies())), Flag("NAME", known=_policies)]
 Mode = Annotated[ManagerMode, PlainValidator(_check_mode), Flag("NAME[,OPTION=VALUE]", known=factory.manager_names)]
 Tokenizers = Annotated[

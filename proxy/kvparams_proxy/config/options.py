@@ -17,9 +17,13 @@ from kvparams_proxy.config.option_types import (
     CountOrNone,
     File,
     Flag,
+    Folder,
     Log,
+    LogFormatName,
+    LogLevelName,
     Mode,
     Name,
+    OnOff,
     Policy,
     Port,
     Seconds,
@@ -77,6 +81,13 @@ class _ListenOptions(_OptionGroup):
             "them without losing a request"
         ),
     ] = 1
+    takeover: Annotated[
+        Folder | None,
+        described(
+            "the directory where a running proxy hands its listening socket to its successor, which is started with "
+            "the same option: no connection is refused in between. Only the user of the proxy may enter the directory"
+        ),
+    ] = None
     drain_delay: Annotated[
         SecondsOrNone,
         described(
@@ -169,6 +180,13 @@ class _LegOptions(_OptionGroup):
     probe: Annotated[
         Seconds, described("seconds between two health checks of an engine, which also ask which models it serves")
     ] = 5.0
+    startup_check: Annotated[
+        OnOff,
+        described(
+            "on sends one small request through each engine soon after it is ready, in the background, and logs "
+            "whether its KV gets to or from another engine"
+        ),
+    ] = "on"
 
 
 class _RoomOptions(_OptionGroup):
@@ -249,6 +267,16 @@ class _TelemetryOptions(_OptionGroup):
             "standard output, or off"
         ),
     ] = "-"
+    log_level: Annotated[
+        LogLevelName, described("the least severe lines of the proxy's own log, which is on standard error")
+    ] = "info"
+    log_format: Annotated[
+        LogFormatName,
+        described(
+            "the form of these lines; auto is text on a terminal and otherwise JSON, one object in each line. "
+            "The forms are"
+        ),
+    ] = "auto"
     trace: Annotated[
         Share | None,
         described(

@@ -99,6 +99,8 @@ class Settings:
     """Continue a stream whose decode engine fails on another one, from the token ids already sent."""
     probe_interval_s: float = 5.0
     """How often each engine is asked whether it is there and what it serves."""
+    startup_check: bool = False
+    """Whether each engine takes part in one small request soon after it is ready: `checks/startup_check.py`."""
     limits: Mapping[Role, RoleLimits] = field(default_factory=dict[Role, RoleLimits])
     """What one instance of a role may run at a time; without, nobody ever waits in the proxy."""
     queue: QueueLimits = field(default_factory=QueueLimits)

@@ -18,7 +18,6 @@ from kvparams.routing.pairing import PairKey
 from kvparams_proxy.fleet.candidates import Candidates
 from kvparams_proxy.fleet.leg_queue import LegQueue, LegWaiter, QueuedLeg, QueueObserver, RemoteLeg
 from kvparams_proxy.fleet.member import Member
-from kvparams_proxy.fleet.routing_decision import RouteExplanation
 from kvparams_proxy.fleet.slow_start import CallLater, SlowStart
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ class Dispatcher(Candidates):
             chosen = self._choose(those, candidates, facts, ()) if those else None
             if chosen is not None:
                 return chosen.instance
-        if self._careful or avoid or beside is not None or facts.restrictions or (self.has_limits and self._room):
+        if self._needs_care(facts, avoid, beside):
             return self._acquire_with_care(facts, avoid, waiter, beside)
         candidates = self._candidates.get(facts.model) or self.candidates(facts.model)
         turn = self._turn
@@ -119,17 +118,6 @@ class Dispatcher(Candidates):
             return self._acquire_with_care(facts, avoid, waiter, beside)
         self._count(chosen, facts)
         return chosen.instance
-
-    def explain(
-        self, facts: RequestFacts, beside: PairKey | Role | None = None, near: Collection[str] = ()
-    ) -> RouteExplanation:
-        """See `Fleet.explain`; `beside` only where it matters."""
-        candidates = self.candidates_for(facts, beside)
-        candidates = self._near(candidates, candidates, near) or candidates
-        if self._prefixes is None:
-            return RouteExplanation(self._policy.choose(candidates, facts, self._turn).instance, candidates)
-        by_cache = self._prefixes.explain(self._policy, candidates, facts, self._turn)
-        return RouteExplanation(by_cache.decision.chosen, candidates, by_cache)
 
     def _near(self, preferred: list[Member], candidates: list[Member], near: Collection[str]) -> list[Member]:
         """Returns the preferred members whose ids are in `near` and that have not much more load than others."""
@@ -235,13 +223,7 @@ class Dispatcher(Candidates):
         self, preferred: list[Member], candidates: list[Member], facts: RequestFacts, kept: Collection[Member]
     ) -> Member | None:
         """Takes one of `preferred` that has room and is not kept for others; its load counts."""
-        roomy = preferred
-        if self.has_limits:
-            tokens = facts.prompt_tokens
-            roomy = [member for member in preferred if self._fits(member, tokens) and member not in kept]
-        if self._slow.active:
-            warm = self._slow.within_share(roomy, candidates)
-            roomy = warm if warm or self.has_limits else roomy
+        roomy = self._with_room(preferred, candidates, facts, kept)
         if not roomy:
             return None
         turn = self._turn
@@ -259,6 +241,24 @@ class Dispatcher(Candidates):
             else:
                 self.panic_legs += 1
         return chosen
+
+    def _with_room(
+        self, preferred: list[Member], candidates: list[Member], facts: RequestFacts, kept: Collection[Member]
+    ) -> list[Member]:
+        """Returns those of `preferred` that have room, are not kept for others, and are within their slow start."""
+        roomy = preferred
+        if self.has_limits:
+            tokens = facts.prompt_tokens
+            roomy = [member for member in preferred if self._fits(member, tokens) and member not in kept]
+        if self._slow.active:
+            warm = self._slow.within_share(roomy, candidates)
+            roomy = warm if warm or self.has_limits else roomy
+        return roomy
+
+    def _needs_care(self, facts: RequestFacts, avoid: Collection[str], beside: PairKey | Role | None) -> bool:
+        """Returns whether more than the policy has a say in the choice for a request."""
+        has_queue = self.has_limits and bool(self._room)
+        return self._careful or bool(avoid) or beside is not None or bool(facts.restrictions) or has_queue
 
     def _count(self, chosen: Member, facts: RequestFacts) -> None:
         chosen.in_flight += 1

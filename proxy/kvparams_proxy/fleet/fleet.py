@@ -11,9 +11,10 @@ from kvparams.dialects.interface import BootstrapInfo
 from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.routing.pairing import PairTarget, pair_key
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.fleet.fleet_members import FleetMembers
+from kvparams_proxy.fleet.fleet_members import LAST_LEG_ENDED, FleetMembers
 from kvparams_proxy.fleet.health import RoleHealth, health_by_role
 from kvparams_proxy.fleet.leg_queue import LegWaiter, QueueObserver, RemoteLeg
+from kvparams_proxy.fleet.state_log import ChangeCause, Evidence
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.member import Member
@@ -104,7 +105,7 @@ class Fleet(FleetMembers):
         if member.has_left:
             self._say_left(member)
         elif member.draining and not member.own_in_flight:
-            self._states.log_member(member, "its last leg has ended")
+            self._states.observe(member, LAST_LEG_ENDED)
 
     # what its legs find out
 
@@ -172,11 +173,11 @@ class Fleet(FleetMembers):
             member.busy = busy
             self._blame.forget(instance)
         if not connected and member.ready:
-            self.record_probe(member, False, member.models, why=why)
+            self._record_presence(member, False, member.models, None, None, None, Evidence.LEG, why, answers=False)
         elif opened:
             wait_s = member.breaker.half_open_at - self._now()
-            self._states.log_member(member, f"its legs fail ({why}); others get its work for {wait_s:.1f} s")
-            self._changed(member)
+            words = f"its legs fail ({why}); others get its work for {wait_s:.1f} s"
+            self._changed(member, ChangeCause(Evidence.BREAKER, words))
 
     # what other proxies tell
 
@@ -223,15 +224,14 @@ class Fleet(FleetMembers):
         """Records that a leg of another proxy failed there."""
         if self._breakers.failed(member):
             wait_s = member.breaker.half_open_at - self._now()
-            self._states.log_member(member, f"legs of another proxy fail ({why}); others get work for {wait_s:.1f} s")
-            self._changed(member)
+            words = f"legs of another proxy fail ({why}); others get work for {wait_s:.1f} s"
+            self._changed(member, ChangeCause(Evidence.OTHER_PROXY, words))
 
     def record_restart_elsewhere(self, member: "Member") -> None:
         """Records that another proxy saw this engine restart."""
         if member.was_ever_ready and not member.has_left:
             self._restarted(member)
-            self._states.log_member(member, "another proxy saw it restart")
-            self._changed(member)
+            self._changed(member, ChangeCause(Evidence.OTHER_PROXY, "another proxy saw it restart"))
 
     # what there is
 
@@ -314,9 +314,10 @@ class Fleet(FleetMembers):
     def explain(
         self, role: Role, facts: RequestFacts, beside: PairTarget | None = None, near: Collection[str] = ()
     ) -> "RouteExplanation":
-        """Explains the decision that `acquire` would make now, regardless of room and of slow start.
+        """Explains the decision that `acquire` would make now.
 
-        Nothing is taken, and no turn of the policy is used up.
+        Nothing is taken, and no turn of the policy is used up. Of a request that would have to wait, the choice is
+        that among all that could run it.
 
         Raises:
             ProxyError: 503 naming the role: no instance can be chosen.
@@ -324,7 +325,10 @@ class Fleet(FleetMembers):
         key = None
         if beside is not None and self._paired:
             key = beside if isinstance(beside, Role) else pair_key(beside)
-        return self._roles[role].explain(facts, key, near)
+        avoid: Collection[str] = ()
+        if beside is not None and self._blame.has_failures:
+            avoid = self._blame.ids_to_avoid((), facts, beside)
+        return self._roles[role].explain(facts, avoid, key, near)
 
     def health(self) -> dict[Role, RoleHealth]:
         """Returns the figures of each role that is needed, or that somebody has."""

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from secrets import token_hex
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvparams.cost_model import FleetCostPrior
 from kvparams.dialects.interface import BootstrapInfo
@@ -14,17 +14,19 @@ from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerLimits
 from kvparams.routing.pairing import PairKey, pair_key
 from kvparams_proxy.fleet.breakers import Breakers
-from kvparams_proxy.fleet.dispatcher import Dispatcher
+from kvparams_proxy.fleet.explaining_dispatcher import ExplainingDispatcher
 from kvparams_proxy.fleet.failure_attribution import FailureAttributor
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.retired_instances import RetiredInstances
 from kvparams_proxy.fleet.slow_start import CallLater
-from kvparams_proxy.fleet.state_log import EngineStateLog
+from kvparams_proxy.fleet.state_log import ChangeCause, EngineStateLog, Evidence
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
 
-__all__ = ["FleetListener", "FleetMembers", "FleetSharing"]
+__all__ = ["LAST_LEG_ENDED", "FleetListener", "FleetMembers", "FleetSharing"]
+
+LAST_LEG_ENDED: Final = ChangeCause(Evidence.LAST_LEG, "its last leg has ended")
 
 
 class FleetListener(Protocol):
@@ -104,7 +106,7 @@ class FleetMembers:
         self._listeners: list[FleetListener] = []
         self._add_first(instances)
         self._roles = {
-            role: Dispatcher(
+            role: ExplainingDispatcher(
                 role,
                 policies[role],
                 self._members,
@@ -148,7 +150,7 @@ class FleetMembers:
         member = self._members.pop(id)
         self._forget_pair_key(member.instance)
         self._leave(member, why)
-        self._changed(member)
+        self._dispatchers_changed(member)
         self._say_left(member, why)
 
     def drain(self, id: str, on: bool = True, why: str = "") -> None:
@@ -160,8 +162,7 @@ class FleetMembers:
         member = self._members[id]
         if member.draining is not on:
             member.draining = on
-            self._states.log_member(member, why, answers=False)
-            self._changed(member)
+            self._changed(member, ChangeCause(Evidence.OPERATOR, why))
 
     def replace(self, instance: Instance, why: str = "") -> Member:
         """Replaces the instance of this id: the old one leaves, the new one joins.
@@ -175,7 +176,7 @@ class FleetMembers:
         self._say_left(old, why)
         member = self._join(instance, why)
         if old.instance.role is not instance.role:
-            self._changed(old)
+            self._dispatchers_changed(old)
         return member
 
     def member(self, instance: Instance) -> Member:
@@ -230,8 +231,26 @@ class FleetMembers:
 
         A member that comes back is another incarnation, and so is one that its bootstrap server calls something else
         than before, or that speaks another version of the protocol. `why` and `answers` are for the log: see
-        `EngineStateLog.log_member`.
+        `EngineStateLog.observe`.
         """
+        self._record_presence(member, ready, models, place, version, base, Evidence.PROBE, why, answers=answers)
+
+    # inside
+
+    def _record_presence(
+        self,
+        member: Member,
+        ready: bool,
+        models: frozenset[str] | None,
+        place: BootstrapInfo | None,
+        version: str | None,
+        base: str | None,
+        evidence: Evidence,
+        why: str,
+        *,
+        answers: bool,
+    ) -> None:
+        """Records whether a member is there: see `record_probe`."""
         if self._members.get(member.instance.id) is not member:  # it was removed meanwhile
             return
         member.base_model = base or member.base_model
@@ -253,11 +272,11 @@ class FleetMembers:
             dispatcher.begin_slow_start(member)
         changed = came or (member.ready, member.models) != (ready, models)
         member.ready, member.models = ready, models
-        self._states.log_member(member, why, answers=answers)
+        cause = ChangeCause(evidence, why)
         if changed:
-            self._changed(member)
-
-    # inside
+            self._changed(member, cause, answers=answers)
+        else:
+            self._states.observe(member, cause, answers=answers)
 
     def _add_first(self, instances: Iterable[Instance]) -> None:
         for instance in instances:
@@ -278,8 +297,8 @@ class FleetMembers:
         pace = EngineBacklog(self._now, self._usual)
         member = self._members[instance.id] = Member(instance, self._breakers.new(), pace, ready=False)
         self._pair_keys[pair_key(instance)] += 1
-        self._states.log_joined(member, why)
-        self._changed(member)
+        self._states.joined(member, ChangeCause(Evidence.OPERATOR, why))
+        self._dispatchers_changed(member)
         for listener in self._listeners:
             listener.joined(member)
         return member
@@ -290,12 +309,13 @@ class FleetMembers:
         self._breakers.forget(member)
         self._set_aside(member)
         if member.own_in_flight:
-            self._states.log_member(member, why)
+            self._states.observe(member, ChangeCause(Evidence.OPERATOR, why))
 
-    def _say_left(self, member: Member, why: str = "its last leg has ended") -> None:
+    def _say_left(self, member: Member, why: str = "") -> None:
+        """Tells that a member has left, if its last leg has ended. `why`: it had none."""
         if member in self._leaving and not member.own_in_flight:
             self._leaving.discard(member)
-            self._states.log_member(member, why)
+            self._states.observe(member, ChangeCause(Evidence.OPERATOR, why) if why else LAST_LEG_ENDED)
             for listener in self._listeners:
                 listener.left(member)
 
@@ -316,15 +336,19 @@ class FleetMembers:
             self._prefixes.forget_instance(member.instance)
 
     def _breaker_changed(self, member: Member) -> None:
-        self._states.log_member(member, "its legs work again")
-        self._changed(member)
+        self._changed(member, ChangeCause(Evidence.BREAKER, "its legs work again"))
 
     def _trial_began(self) -> None:
         """Has all roles look again who may be chosen: an instance on trial is no partner for further legs."""
         for dispatcher in self._roles.values():
             dispatcher.forget_candidates()
 
-    def _changed(self, member: Member) -> None:
+    def _changed(self, member: Member, cause: ChangeCause, *, answers: bool = False) -> None:
+        """Tells the log and the dispatchers that a member has changed. `answers`: see `EngineStateLog.observe`."""
+        self._states.observe(member, cause, answers=answers)
+        self._dispatchers_changed(member)
+
+    def _dispatchers_changed(self, member: Member) -> None:
         """Tells the dispatchers that a member has changed; all of them where pairs matter."""
         before, self._paired = self._paired, len(self._pair_keys) > 1
         if before or self._paired:

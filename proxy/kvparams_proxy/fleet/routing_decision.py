@@ -73,6 +73,10 @@ class RouteExplanation(NamedTuple):
     members: Sequence[Member]
     by_cache: "CacheExplanation | None" = None
     """None where the policy ignores caches."""
+    waits: bool = False
+    """Whether the request would wait for room. Then the choice is that among all that could run it."""
+    excluded: Mapping[str, str] = {}
+    """Why the request would not be given to a candidate now, by id."""
 
 
 class CacheExplanation(NamedTuple):

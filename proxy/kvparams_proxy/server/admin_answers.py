@@ -21,6 +21,8 @@ __all__ = [
     "InstancesAnswer",
     "ModeAnswer",
     "ModesAnswer",
+    "RequestAnswer",
+    "RequestStateAnswer",
     "RoleAnswer",
     "RouteAnswer",
     "SourceAnswer",
@@ -167,6 +169,9 @@ class CandidateAnswer(Answer):
     fetch_s: Annotated[float | None, _is("seconds for fetching")] = None
     compute_s: Annotated[float | None, _is("seconds for computing")] = None
     first_token_s: Annotated[float | None, _is("expected seconds to the first token")] = None
+    excluded: Annotated[
+        str | None, _is("why the request would not go there now: no room, slow start, or its pairs fail")
+    ] = None
     legs_seen: Annotated[int | None, _is("requests from which its speed was learned")] = None
 
 
@@ -185,8 +190,45 @@ class RouteAnswer(Answer):
     chosen: Annotated[str, _is("the id of an instance")]
     decision: Annotated[str, _is("the reasons, as text")]
     candidates: list[CandidateAnswer]
+    waits: Annotated[bool, _is("whether it would wait for room; `chosen` is then the choice if there were room")] = (
+        False
+    )
+    notes: Annotated[list[str], _is("what this answer leaves out")] = []
     accuracy: Annotated[float | None, _is("the share of tokens predicted to be cached that were; null without any")]
     alarm: Annotated[bool, _is("whether that share is too low")]
+
+
+class RequestStateAnswer(Answer):
+    """A state that the request was in."""
+
+    state: Annotated[str, _is("queued, prefill, result, decode, first_byte, done and so on")]
+    instance: Annotated[str | None, _is("the engine of the leg that runs in this state")]
+    start_ms: Annotated[float, _is("since the request began")]
+    duration_ms: float
+
+
+class RequestAnswer(Answer):
+    """A request that has ended, with the facts that the request log has."""
+
+    object: Literal["request"] = "request"
+    id: str
+    transfer_ids: list[str]
+    tenant: str
+    model: str | None
+    endpoint: str
+    stream: bool
+    outcome: Annotated[str, _is("ok, refused, failed, midway or gone")]
+    status: int | None
+    error: Annotated[str | None, _is("the code of the error")]
+    started: Annotated[float, _is("seconds since 1970")]
+    total_ms: float
+    states: Annotated[list[RequestStateAnswer], _is("in their order, each as often as the request was in it")]
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    completion_tokens: int | None
+    retries: int
+    answer_bytes: int
+    trace_id: Annotated[str | None, _is("null where the request is not sampled")]
 
 
 class VersionAnswer(Answer):

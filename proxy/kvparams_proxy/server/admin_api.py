@@ -37,13 +37,18 @@ from kvparams_proxy.server.admin_answers import (
     ModeAnswer,
     ModesAnswer,
 )
-from kvparams_proxy.server.admin_descriptions import describe_fleet, describe_instance
+from kvparams_proxy.server.admin_descriptions import describe_fleet, describe_instance, describe_request
 from kvparams_proxy.server.admin_operations import ADMIN_OPERATIONS
 from kvparams_proxy.server.route_explanation import explain_route
 from kvparams_proxy.server.shared_admin import ADMIN_SOURCE, SharedAdmin, admin_specs, checked_spec, spec_document
 from kvparams_proxy.telemetry.proxy_gauges import leases_by_instance
+from kvparams_proxy.telemetry.request_history import RequestHistory
+from kvparams_proxy.workers.worker_link import WorkerLink
 
-__all__ = ["ADMIN_SOURCE", "admin_routes"]
+__all__ = ["ADMIN_SOURCE", "WORKER_HEADER", "admin_routes"]
+
+WORKER_HEADER: Final = "x-kvparams-worker"
+"""The worker that answers, and how many there are, as 2/4."""
 
 _OPENAPI: Final = Path(__file__).with_name("admin_openapi.json")
 """Made by `admin_openapi`, which a running proxy need not import."""
@@ -298,6 +303,21 @@ async def _explain(registry: Registry, request: Request) -> Response:
     return _answer(await explain_route(request))
 
 
+async def _request(registry: Registry, request: Request) -> Response:
+    history: RequestHistory = request.state.history
+    worker: WorkerLink | None = request.state.worker
+    # Each worker knows its own requests: whoever does not find one asks another.
+    headers = {} if worker is None else {WORKER_HEADER: f"{worker.identity.number}/{worker.identity.count}"}
+    resources: ExecutionResources = request.state.resources
+    resources.record_dispatcher.flush()
+    found = history.find(cast("str", request.path_params["id"]))
+    if found is None:
+        message = "no request with this id is among the last 1024 that ended here"
+        error = ProxyError(404, "not_found_error", message, param="id", code="unknown_request")
+        return Response(error.body(), 404, headers, "application/json")
+    return _answer(describe_request(found), 200, headers)
+
+
 _ENDPOINTS: Final[Mapping[str, _Endpoint]] = {
     "get_fleet": _overview,
     "list_instances": _list,
@@ -312,6 +332,7 @@ _ENDPOINTS: Final[Mapping[str, _Endpoint]] = {
     "remove_group": _remove_group,
     "get_modes": _modes,
     "replace_modes": _switch,
+    "get_request": _request,
     "explain_route": _explain,
 }
 """By the name of an `AdminOperation`."""

@@ -1,13 +1,27 @@
 """Describes the fleet and its instances for operators, without secrets."""
 
 from collections.abc import Mapping
+from itertools import pairwise
+from typing import Final
 
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.registry.registry import Registry
-from kvparams_proxy.server.admin_answers import AdminRouteAnswer, FleetAnswer, InstanceAnswer, RoleAnswer, SourceAnswer
+from kvparams_proxy.server.admin_answers import (
+    AdminRouteAnswer,
+    FleetAnswer,
+    InstanceAnswer,
+    RequestAnswer,
+    RequestStateAnswer,
+    RoleAnswer,
+    SourceAnswer,
+)
 from kvparams_proxy.server.admin_operations import ADMIN_OPERATIONS
+from kvparams_proxy.telemetry.request_history import HistoryEntry
 
-__all__ = ["describe_fleet", "describe_instance"]
+__all__ = ["describe_fleet", "describe_instance", "describe_request"]
+
+_WORD: Final = 200
+"""Characters of what a client chooses, at most."""
 
 
 def describe_fleet(registry: Registry) -> FleetAnswer:
@@ -56,4 +70,39 @@ def describe_instance(registry: Registry, member: Member, leases: Mapping[str, i
         leases=leases.get(instance.id, 0),
         models=None if member.models is None else sorted(member.models),
         has_key=owned.spec.credentials.key is not None,
+    )
+
+
+def describe_request(request: HistoryEntry) -> RequestAnswer:
+    """Returns the description of a request that has ended."""
+    spans = request.spans
+    began_s, ended_s = spans[0][2], spans[-1][2]
+    states = [
+        RequestStateAnswer(
+            state=state,
+            instance=who or None,
+            start_ms=round(1000 * (at_s - began_s), 3),
+            duration_ms=round(1000 * (until_s - at_s), 3),
+        )
+        for (state, who, at_s), (_, _, until_s) in pairwise((*spans, spans[-1]))
+    ]
+    return RequestAnswer(
+        id=request.request_id,
+        transfer_ids=list(request.transfer_ids),
+        tenant=request.tenant[:_WORD],
+        model=request.model and request.model[:_WORD],
+        endpoint=request.endpoint,
+        stream=request.stream,
+        outcome=request.outcome,
+        status=request.status,
+        error=request.code,
+        started=round(request.ended_s - (ended_s - began_s), 6),
+        total_ms=round(1000 * (ended_s - began_s), 3),
+        states=states,
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=request.cached_tokens,
+        completion_tokens=request.completion_tokens,
+        retries=request.retries,
+        answer_bytes=request.answer_bytes,
+        trace_id=None if request.trace_id is None else f"{request.trace_id:032x}",
     )

@@ -10,6 +10,7 @@ from kvparams_proxy.server.admin_answers import (
     InstanceDeletedAnswer,
     InstancesAnswer,
     ModesAnswer,
+    RequestAnswer,
     RouteAnswer,
 )
 
@@ -138,6 +139,14 @@ ADMIN_OPERATIONS: Final = (
         "Coordinate new requests differently",
         ModesAnswer,
         body=_MODES,
+    ),
+    AdminOperation(
+        "get_request",
+        "GET",
+        "/admin/requests/{id}",
+        "One of the last 1024 requests that ended: when each of its states began; by request, transfer or trace id",
+        RequestAnswer,
+        errors=(404,),
     ),
     AdminOperation(
         "explain_route",

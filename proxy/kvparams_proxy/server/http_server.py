@@ -26,6 +26,7 @@ from starlette.types import ASGIApp
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.event_loop.first_of import first_of
 from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.listening.handover import SocketHandover
 from kvparams_proxy.server.connection_gauges import ConnectionGauges
 from kvparams_proxy.server.connections import ClientConnections, ConnectionLimits
 from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY, DirectEndpoint
@@ -71,19 +72,24 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=family, backlog=backlog_for(descriptor_limit()))
 
 
-def serve(app: Starlette, listener: socket.socket, settings: ServerSettings) -> signal.Signals | None:
-    """Serves `app` until SIGINT or SIGTERM, and returns which of both came first.
+def serve(
+    app: Starlette, listener: socket.socket, settings: ServerSettings, handover: SocketHandover | None = None
+) -> signal.Signals | None:
+    """Serves `app` until SIGINT or SIGTERM, or until a successor serves. Returns which signal came first.
 
     Args:
         app: the proxy.
         listener: see `listen`; closed at the end.
         settings: how clients are served.
+        handover: where the listener comes from and goes to.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_until_signal(app, listener, settings))
+        return runner.run(_until_signal(app, listener, settings, handover or SocketHandover()))
 
 
-async def _until_signal(app: Starlette, listener: socket.socket, settings: ServerSettings) -> signal.Signals | None:
+async def _until_signal(
+    app: Starlette, listener: socket.socket, settings: ServerSettings, handover: SocketHandover
+) -> signal.Signals | None:
     loop = asyncio.get_running_loop()
     server = ProxyServer(app, settings)
     notifier = ServiceNotifier.from_environment()
@@ -97,7 +103,8 @@ async def _until_signal(app: Starlette, listener: socket.socket, settings: Serve
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, tell, number)
-    tasks = [asyncio.ensure_future(each) for each in (tune_garbage_collection(server), _tell_ready(server, notifier))]
+    ready = _tell_ready(server, notifier, listener, handover)
+    tasks = [asyncio.ensure_future(each) for each in (tune_garbage_collection(server), ready)]
     try:
         await server.run(listener)
     finally:
@@ -109,9 +116,14 @@ async def _until_signal(app: Starlette, listener: socket.socket, settings: Serve
     return told[0] if told else None
 
 
-async def _tell_ready(server: "ProxyServer", notifier: ServiceNotifier) -> None:
+async def _tell_ready(
+    server: "ProxyServer", notifier: ServiceNotifier, listener: socket.socket, handover: SocketHandover
+) -> None:
     await server.started.wait()
-    notifier.ready("Serving requests")
+    if await handover.complete([listener], server.retire):
+        notifier.ready("Serving requests", is_successor=handover.has_predecessor)
+    else:
+        server.retire()
 
 
 async def tune_garbage_collection(server: "ProxyServer") -> None:

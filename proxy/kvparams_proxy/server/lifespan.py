@@ -48,6 +48,7 @@ from kvparams_proxy.server.lifespan_helpers import (
     open_decode_picker,
     reload_on_change,
     role_alone,
+    run_startup_check,
     switch_modes,
 )
 from kvparams_proxy.server.memory_trimmer import MemoryTrimmer
@@ -63,6 +64,7 @@ from kvparams_proxy.telemetry.production_stack_gauges import ProductionStackGaug
 from kvparams_proxy.telemetry.prompt_gauges import PromptGauges
 from kvparams_proxy.telemetry.proxy_gauges import InstanceGauges, ProxyGauges
 from kvparams_proxy.telemetry.record_dispatcher import RecordDispatcher
+from kvparams_proxy.telemetry.request_history import RequestHistory
 from kvparams_proxy.telemetry.request_log import RequestLog
 from kvparams_proxy.telemetry.tracing import Tracer
 from kvparams_proxy.tokenization.engine_tokenizer import EngineTokenizer
@@ -89,6 +91,7 @@ class _Telemetry(NamedTuple):
 
     metrics: Metrics
     request_log: RequestLog | None
+    history: RequestHistory
     record_dispatcher: RecordDispatcher
 
 
@@ -142,6 +145,8 @@ async def app_lifespan(
         shared_admin = SharedAdmin(parts.registry, plugins.modes, None if parts.sync is None else parts.sync.settings)
         stack.push_async_callback(shared_admin.close)
         await _start_tasks(stack, settings, plugins, parts)
+        if settings.startup_check and (worker is None or worker.identity.number == 1):
+            await stack.enter_async_context(run_startup_check(settings, plugins, parts.fleet, parts.pools))
         stack.push_async_callback(_end_running, resources)
         parts.fleet.startup_complete()
         yield {
@@ -154,6 +159,7 @@ async def app_lifespan(
             "worker": worker,
             "keys": plugins.keys,
             "draining": DrainState(),
+            "history": parts.telemetry.history,
             "sync": parts.sync,
             "shared_admin": shared_admin,
             "ui": open_live_page(stack, resources, plugins.modes, parts.sync, parts.queue_depths, worker),
@@ -266,7 +272,7 @@ def _open_telemetry(
     worker: WorkerIdentity | None,
 ) -> _Telemetry:
     """Opens what reads the records of requests, and the dispatcher that brings them there."""
-    metrics = Metrics()
+    metrics, history = Metrics(), RequestHistory()
     spans = plugins.make_span_exporter()
     if spans is not None:
         stack.push_async_callback(spans.close)
@@ -274,9 +280,10 @@ def _open_telemetry(
     journal = None if settings.log_requests == "off" else RequestLog(loop, settings.log_requests, lock)
     if journal is not None:
         stack.callback(journal.close)
-    dispatcher = RecordDispatcher(loop, [reader for reader in (metrics, journal, spans) if reader is not None])
+    readers = (metrics, journal, spans, None if settings.admin_token is None else history)
+    dispatcher = RecordDispatcher(loop, [reader for reader in readers if reader is not None])
     stack.callback(dispatcher.close)
-    return _Telemetry(metrics, journal, dispatcher)
+    return _Telemetry(metrics, journal, history, dispatcher)
 
 
 def _execution_resources(

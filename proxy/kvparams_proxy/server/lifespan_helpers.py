@@ -9,16 +9,20 @@ from typing import Final
 
 from kvparams.instances import Instance, Role
 from kvparams.routing.managers.mode_selector import ManagerMode
+from kvparams_proxy.checks.startup_check import StartupCheck
 from kvparams_proxy.config.settings import DEFAULT_MODES, Settings
 from kvparams_proxy.config.signing import ReloadingSigner
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.decode_picker import DecodePicker, ExternalDecodePicker
 from kvparams_proxy.fleet.endpoint_names import EndpointNames
+from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.requests.authentication import APIKeyAuthenticator
 from kvparams_proxy.requests.endpoints import APIEndpoint
+from kvparams_proxy.server.app_plugins import AppPlugins
 from kvparams_proxy.telemetry.exposition import MetricsExposition
 
-__all__ = ["id_maker", "open_decode_picker", "reload_on_change", "role_alone", "switch_modes"]
+__all__ = ["id_maker", "open_decode_picker", "reload_on_change", "role_alone", "run_startup_check", "switch_modes"]
 
 _KEYS_S: Final = 1.0
 """How often files of keys are looked at."""
@@ -60,6 +64,23 @@ async def reload_on_change(keys: APIKeyAuthenticator | ReloadingSigner | None, w
         yield
         return
     task = asyncio.create_task(keys.watch_file(_KEYS_S), name=f"follow {what}")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@asynccontextmanager
+async def run_startup_check(
+    settings: Settings, plugins: AppPlugins, fleet: Fleet, pools: UpstreamPools
+) -> AsyncGenerator[None]:
+    """Checks engines in the background as they become ready."""
+    loop = asyncio.get_running_loop()
+    check = StartupCheck(
+        fleet, pools, plugins.dialects, plugins.handoff_verifier, plugins.signer, loop.time, settings.local_id
+    )
+    task = asyncio.create_task(check.run(), name="check engines")
     try:
         yield
     finally:

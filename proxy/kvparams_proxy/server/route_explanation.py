@@ -68,6 +68,8 @@ async def explain_route(request: Request) -> RouteAnswer:
         chosen=explained.chosen.id,
         decision=_describe(explained, resources.settings.policy),
         candidates=_candidates(explained),
+        waits=explained.waits,
+        notes=_notes(resources, role),
         accuracy=None if stats is None else stats.accuracy,
         alarm=stats is not None and stats.alarmed,
     )
@@ -123,6 +125,18 @@ async def _prompt(resources: ExecutionResources, endpoint: APIEndpoint, inbound:
     return await found
 
 
+def _notes(resources: ExecutionResources, role: Role) -> list[str]:
+    """Returns what the explanation leaves out."""
+    notes: list[str] = []
+    if role is Role.PREFILL:
+        notes.append("the decode engine is chosen when prefill has answered, by the load of that moment")
+    if resources.decode_picker is not None:
+        notes.append("the external picker (--decode-picker) is not asked; it chooses the decode engine")
+    if resources.settings.prefill_partner != "off":
+        notes.append("the prefill engine that a picker names in a request's header is not known here")
+    return notes
+
+
 def _describe(explained: "RouteExplanation", policy: str) -> str:
     """Returns the reasons as text."""
     if explained.by_cache is not None:
@@ -136,7 +150,12 @@ def _describe(explained: "RouteExplanation", policy: str) -> str:
 
 def _candidates(explained: "RouteExplanation") -> list[CandidateAnswer]:
     loads = [
-        CandidateAnswer(id=member.instance.id, in_flight=member.in_flight, tokens_in_flight=member.tokens)
+        CandidateAnswer(
+            id=member.instance.id,
+            in_flight=member.in_flight,
+            tokens_in_flight=member.tokens,
+            excluded=explained.excluded.get(member.instance.id),
+        )
         for member in explained.members
     ]
     found = explained.by_cache

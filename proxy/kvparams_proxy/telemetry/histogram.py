@@ -3,12 +3,12 @@
 Values are counted by bucket many at once; labels, running totals and text are computed only when they are read.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Any, Final, cast
 
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import Exemplar, HistogramMetricFamily
 
 __all__ = ["FINE_SECONDS_BUCKETS", "SECONDS_BUCKETS", "TOKENS_BUCKETS", "Histogram"]
 
@@ -23,12 +23,14 @@ TOKENS_BUCKETS: Final = (*(float(digit * 10**power) for power in range(6) for di
 class Histogram:
     """Counts and sums observed values by bucket."""
 
-    __slots__ = ("_bounds", "_counts", "_sum", "_values", "observe")
+    __slots__ = ("_bounds", "_counts", "_exemplars", "_sum", "_values", "observe")
 
     def __init__(self, bounds: Sequence[float] = SECONDS_BUCKETS) -> None:
         """`bounds` are the upper ends of the buckets, ascending; what is above the last one is counted too."""
         self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
+        self._exemplars: list[Exemplar | None] = []
+        """For each bucket the last one; empty without any."""
         self._sum = 0.0
         self._values: list[float] = []
         """Those that are not counted yet."""
@@ -50,6 +52,19 @@ class Histogram:
         self._sum += sum(values)
         values.clear()
 
+    def add_exemplar(self, value: float, trace_id: int, at_s: float) -> None:
+        """Names a trace in which a value was observed, as an example of its bucket.
+
+        Args:
+            value: the value, which `observe` counts.
+            trace_id: the trace.
+            at_s: the time, in seconds since 1970.
+        """
+        if not self._exemplars:
+            self._exemplars = [None] * len(self._counts)
+        exemplar = Exemplar({"trace_id": f"{trace_id:032x}"}, value, at_s)
+        self._exemplars[bisect_left(self._bounds, value)] = exemplar
+
     @property
     def count(self) -> int:
         """The number of observations."""
@@ -69,4 +84,10 @@ class Histogram:
         """Adds the samples to a Prometheus metric."""
         self.fold()
         bounds = (*(str(bound) for bound in self._bounds), "+Inf")
-        family.add_metric(labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._sum)
+        counts = accumulate(self._counts)
+        exemplars = self._exemplars or [None] * len(bounds)
+        buckets = [
+            (bound, count) if exemplar is None else (bound, count, exemplar)
+            for bound, count, exemplar in zip(bounds, counts, exemplars, strict=True)
+        ]
+        family.add_metric(labels, cast("Any", buckets), self._sum)

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Final
 
+from prometheus_client.core import Exemplar
+
 from kvparams_proxy.telemetry.metric_snapshots import Labels, MetricSample, MetricSnapshot
 
 __all__ = [
@@ -107,7 +109,7 @@ def label_value(sample: MetricSample, label: str) -> str | None:
 def _merged(rule: MergeRule, one: MetricSample, other: MetricSample) -> MetricSample:
     match rule:
         case MergeRule.SUM:
-            return one._replace(value=one.value + other.value)
+            return one._replace(value=one.value + other.value, exemplar=_newer(one.exemplar, other.exemplar))
         case MergeRule.MAX:
             return one._replace(value=max(one.value, other.value))
         case MergeRule.MIN:
@@ -115,3 +117,9 @@ def _merged(rule: MergeRule, one: MetricSample, other: MetricSample) -> MetricSa
         case MergeRule.MEAN:
             weight = one.weight + other.weight
             return one._replace(value=(one.value * one.weight + other.value * other.weight) / weight, weight=weight)
+
+
+def _newer(one: Exemplar | None, other: Exemplar | None) -> Exemplar | None:
+    if one is None or other is None:
+        return one or other
+    return max(one, other, key=lambda each: float(each.timestamp or 0.0))

@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import Exemplar, GaugeMetricFamily, Metric
 
 __all__ = [
     "Labels",
@@ -43,6 +43,7 @@ class MetricSample(NamedTuple):
     value: float
     weight: float = 1.0
     """The number of observations, if the value is a mean."""
+    exemplar: Exemplar | None = None
 
 
 class MetricSnapshot(NamedTuple):
@@ -57,8 +58,8 @@ class MetricSnapshot(NamedTuple):
     def metric(self) -> Metric:
         """Converts it into a metric of the Prometheus client library."""
         metric = Metric(self.name, self.documentation, self.type, self.unit)
-        for name, labels, value, _ in self.samples:
-            metric.add_sample(name, dict(zip(labels[::2], labels[1::2], strict=True)), value)
+        for name, labels, value, _, exemplar in self.samples:
+            metric.add_sample(name, dict(zip(labels[::2], labels[1::2], strict=True)), value, exemplar=exemplar)
         return metric
 
 
@@ -70,6 +71,8 @@ def encode_metric(metric: Metric) -> bytes:
         flat: list[object] = [sample.name, [text for label in sample.labels.items() for text in label], sample.value]
         if weights:
             flat.append(weights[number])
+        elif sample.exemplar is not None:
+            flat += [1.0, [sample.exemplar.labels, sample.exemplar.value, sample.exemplar.timestamp]]
         samples.append(flat)
     return json.dumps([metric.name, metric.documentation, metric.type, metric.unit, samples]).encode()
 
@@ -80,9 +83,13 @@ def decode_metric(data: bytes) -> MetricSnapshot:
     return MetricSnapshot(name, text, kind, unit, [_sample(*flat) for flat in samples])
 
 
-def _sample(name: object, labels: object, value: object, weight: object = 1.0) -> MetricSample:
+def _sample(name: object, labels: object, value: object, weight: object = 1.0, exemplar: object = None) -> MetricSample:
     return MetricSample(
-        cast("str", name), tuple(cast("list[str]", labels)), cast("float", value), cast("float", weight)
+        cast("str", name),
+        tuple(cast("list[str]", labels)),
+        cast("float", value),
+        cast("float", weight),
+        None if exemplar is None else Exemplar(*cast("list[Any]", exemplar)),
     )
 
 

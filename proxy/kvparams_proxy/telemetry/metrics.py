@@ -125,6 +125,8 @@ class Metrics(Collector):
                 last.prompt_tokens += account.prompt_tokens
                 last.cached_tokens += account.cached_tokens or 0
             before, since_s = state, at_s
+        if account.trace_context is not None and account.trace_context.sampled:
+            self._add_exemplars(account, account.trace_context.trace_id)
         if life.outcome is not None:
             self.outcomes[life.outcome] += 1
         if account.error_status:
@@ -154,6 +156,18 @@ class Metrics(Collector):
         self._unfolded += 1
         if self._unfolded == _FOLD_REQUESTS:
             self._fold()
+
+    def _add_exemplars(self, account: RequestRecord, trace_id: int) -> None:
+        """Names the trace of a request as an example of how long things took."""
+        life, ended_s = account.lifecycle, account.ended_s
+        first_s = next((at_s for state, _, at_s in life.spans if state == "first_byte"), None)
+        if first_s is not None:
+            self.first_byte.add_exemplar(first_s - life.started_s, trace_id, ended_s)
+        before, _, since_s = life.spans[0]
+        for state, _, at_s in life.spans[1:]:
+            if (before, state) in _FIRST_TOKEN.values():
+                self._ways[before, state].add_exemplar(at_s - since_s, trace_id, ended_s)
+            before, since_s = state, at_s
 
     def _fold(self) -> None:
         """Counts what histograms have kept, so that they keep no more than a few values for each of so many requests.

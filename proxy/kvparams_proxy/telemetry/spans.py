@@ -1,6 +1,8 @@
 """OpenTelemetry spans of requests that are over, and their export: needs the extra `tracing`.
 
 What takes time (the request, each wait, each leg) is a span; every step of a request's life is an event on its span.
+Attributes follow the semantic conventions for generative AI (`gen_ai.*`, OpenTelemetry 1.37, in development), without
+prompts and answers.
 
 Where to is said by OpenTelemetry's own variables (OTEL_EXPORTER_OTLP_ENDPOINT, ...). Only sampled requests cost
 anything here. A thread exports their spans, so a missing collector blocks nothing.
@@ -33,6 +35,8 @@ _WELL: Final = Status(StatusCode.UNSET)
 _BADLY: Final = Status(StatusCode.ERROR)
 _MODEL: Final = 200
 """Characters of a model's name, at most."""
+_PROVIDER: Final = "kvparams"
+"""None of the well-known ones: the engines are the operator's own."""
 _OPERATIONS: Final = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 
 
@@ -57,6 +61,7 @@ class RequestSpanExporter:
         context, parent = _place(trace)
         clock = _SpanClock(life.since_s, account.ended_s)
         legs = iter(trace.legs)
+        model = account.facts.model
         for visit in _visits(life.spans, life.outcome == "ok"):
             if visit.queued:
                 span_id, kind, name = trace.new_span_id(), SpanKind.INTERNAL, "queue"
@@ -68,7 +73,7 @@ class RequestSpanExporter:
                 context,
                 kind,
                 (clock.ns(visit.begun[2]), clock.ns(visit.ended_s)),
-                {} if visit.queued else {"kvparams.instance": visit.begun[1]},
+                {} if visit.queued else {**_generation(account.endpoint, model), "kvparams.instance": visit.begun[1]},
                 visit.well or life.outcome == "gone",
                 () if visit.first_byte_s is None else (_event("first_byte", "", clock.ns(visit.first_byte_s)),),
             )
@@ -205,7 +210,7 @@ def _event(state: LifecycleState, who: str, at_ns: int) -> Event:
     return Event(state, {"kvparams.instance": who} if who else None, at_ns)
 
 
-_Values = dict[str, str | int | list[str]]
+_Values = dict[str, str | int | bool | list[str]]
 
 
 def _attributes(account: RequestRecord) -> _Values:
@@ -214,8 +219,19 @@ def _attributes(account: RequestRecord) -> _Values:
         **_known(account.endpoint, facts.request_id, account.lifecycle.outcome or ""),
         "kvparams.transfer_ids": [facts.transfer_id, *(account.further_transfers or ())],
         "kvparams.retries": account.retries,
+        "gen_ai.request.stream": account.stream,
         **_present(account.status, account.code, facts.model, account.prompt_tokens, account.completion_tokens),
+        **({} if account.cached_tokens is None else {"gen_ai.usage.cache_read.input_tokens": account.cached_tokens}),
     }
+
+
+def _generation(endpoint: str, model: str | None) -> _Values:
+    """Returns what GenAI conventions want of each span of an operation; of legs, too."""
+    found: _Values = {
+        "gen_ai.operation.name": _OPERATIONS.get(endpoint, "generate_content"),
+        "gen_ai.provider.name": _PROVIDER,
+    }
+    return found if model is None else {**found, "gen_ai.request.model": model[:_MODEL]}
 
 
 def _known(endpoint: str, request_id: str, outcome: str) -> _Values:
@@ -223,7 +239,7 @@ def _known(endpoint: str, request_id: str, outcome: str) -> _Values:
     return {
         "http.request.method": "POST",
         "http.route": endpoint,
-        "gen_ai.operation.name": _OPERATIONS.get(endpoint, "generate_content"),
+        **_generation(endpoint, None),
         "kvparams.request_id": request_id,
         "kvparams.outcome": outcome,
     }

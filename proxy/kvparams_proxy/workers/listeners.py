@@ -23,7 +23,7 @@ import logging
 import socket
 import struct
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final, Self
 
 __all__ = ["WorkerListeners", "steering_program"]
@@ -58,39 +58,66 @@ class WorkerListeners:
 
     def __init__(self, sockets: list[socket.socket]) -> None:
         self._sockets = sockets
-        self._is_steered = len(set(map(id, sockets))) > 1
+        self._is_steered = len(sockets) > 1 and len(set(map(id, sockets))) == len(sockets)
 
     @classmethod
-    def open(cls, host: str, port: int, count: int, backlog: int) -> Self:
+    def open(
+        cls,
+        host: str,
+        port: int,
+        count: int,
+        backlog: int,
+        inherited: Sequence[socket.socket] = (),
+        *,
+        grow: bool = True,
+    ) -> Self:
         """Listens there; port 0 is any free one.
+
+        Args:
+            host: an address of this machine.
+            port: the port.
+            count: the number of workers.
+            backlog: how many connections may wait in each socket.
+            inherited: listening sockets to use instead, at most one for each worker.
+            grow: whether further sockets are opened beside `inherited`. They close with this process, which resets
+                what waits in them.
 
         Raises:
             OSError: the port is taken, also by another proxy with several workers, or the host is not one of this
-                machine's.
+                machine's, or `inherited` cannot be used.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        if inherited:
+            _check_inherited(inherited, count)
+            family = inherited[0].family
         # The first socket joins the group only after `listen`. Otherwise it would be admitted to an existing group, and
         # two proxies would share the port.
-        first = socket.create_server((host, port), family=family, backlog=backlog)
-        sockets = [first]
+        first = inherited[0] if inherited else socket.create_server((host, port), family=family, backlog=backlog)
+        sockets = list(inherited) or [first]
         try:
-            if sys.platform == "linux":
+            if sys.platform == "linux" and (grow or not inherited) and len(sockets) < count:
                 first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
                 where = first.getsockname()[:2]
                 while len(sockets) < count:
                     sockets.append(socket.create_server(where, family=family, backlog=backlog, reuse_port=True))
         except OSError as error:
             _log.warning("the workers share one listening socket, which spreads connections unevenly: %s", error)
-            for other in sockets[1:]:
+            kept = max(1, len(inherited))
+            for other in sockets[kept:]:
                 other.close()
-            del sockets[1:]
-        return cls(sockets if len(sockets) == count else sockets * count)
+            del sockets[kept:]
+        return cls(sockets if len(sockets) == count else [sockets[number % len(sockets)] for number in range(count)])
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def sockets(self) -> Sequence[socket.socket]:
+        """The sockets, in the order of the worker numbers."""
+        return self._sockets
 
     def __getitem__(self, number: int) -> socket.socket:
         """Returns the socket of a worker number, from 1 on."""
@@ -119,3 +146,15 @@ class WorkerListeners:
         """Closes the sockets of this process. The copies of workers stay open."""
         for one in self._sockets:
             one.close()
+
+
+def _check_inherited(sockets: Sequence[socket.socket], count: int) -> None:
+    """Checks that sockets can be those of so many workers.
+
+    Raises:
+        OSError: they cannot.
+    """
+    if len(sockets) > count:
+        raise OSError(f"{len(sockets)} listening sockets are given: --workers must be {len(sockets)} or more")
+    if len({one.getsockname()[:2] for one in sockets}) > 1:
+        raise OSError("the listening sockets that are given have different addresses")

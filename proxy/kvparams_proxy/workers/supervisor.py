@@ -49,10 +49,12 @@ class WorkerPlan(NamedTuple):
     times: ShutdownTimes
     check: Callable[[], ShutdownTimes | None]
     """Reads the configuration again before a reload. Returns None if it is invalid, after logging the reasons."""
-    on_serving: Callable[[], None]
-    """Called once, when a worker is ready and no first worker is still starting."""
+    on_serving: Callable[[], Coroutine[Any, Any, None]]
+    """Run once, when a worker is ready and no first worker is still starting."""
     on_stopping: Callable[[float], None]
     """Called once, when the workers are told to shut down, with the seconds that this may take."""
+    on_reload: Callable[[bool], None] = lambda begins: None
+    """Called with True when a reload begins, and with False when it is over."""
 
 
 class SupervisorEnd(NamedTuple):
@@ -170,7 +172,7 @@ class Supervisor:
         self._listeners.steer([slot.number for slot in self._slots if not slot.is_down])
         if serving and not self._is_serving and all(slot.is_settled for slot in self._slots):
             self._is_serving = True
-            self._plan.on_serving()
+            self._spawn_task(self._plan.on_serving())
 
     async def _start_first(self, slot: _Slot) -> None:
         """Starts the first worker of a number."""
@@ -235,16 +237,23 @@ class Supervisor:
             self._reload_requested = False
             if self._stopping.is_set():
                 return
-            times = self._plan.check()
-            if times is None:
-                _log.error("reload refused: the configuration is invalid; the workers keep the current one")
+            self._plan.on_reload(True)
+            try:
+                await self._replace_all()
+            finally:
+                self._plan.on_reload(False)
+
+    async def _replace_all(self) -> None:
+        times = self._plan.check()
+        if times is None:
+            _log.error("reload refused: the configuration is invalid; the workers keep the current one")
+            return
+        _log.info("reload: replacing all workers, one at a time")
+        self._times = times
+        for slot in self._slots:
+            if not await self._replace(slot):
                 return
-            _log.info("reload: replacing all workers, one at a time")
-            self._times = times
-            for slot in self._slots:
-                if not await self._replace(slot):
-                    return
-            _log.info("reload: all workers are replaced")
+        _log.info("reload: all workers are replaced")
 
     async def _replace(self, slot: _Slot) -> bool:
         """Replaces the worker of one number. Returns whether the successor is ready."""
@@ -268,10 +277,16 @@ class Supervisor:
 
     # shutdown
 
+    def retire(self) -> None:
+        """Has all workers accept no more connections and end with those they have: a successor serves new ones."""
+        if not self._stopping.is_set():
+            self._end_workers(FrameKind.RETIRE)
+
     def _stop(self, number: signal.Signals) -> None:
         self._signals.append(number)
         if len(self._signals) == 1:
-            self._end_workers()
+            self._plan.on_stopping(sum(self._times))
+            self._end_workers(FrameKind.DRAIN)
         else:
             for worker in self._running:
                 worker.send(FrameKind.CUT)
@@ -280,15 +295,15 @@ class Supervisor:
     def _give_up(self, decision: GiveUp) -> None:
         if not self._stopping.is_set():
             self._given_up = decision
-            self._end_workers()
+            self._plan.on_stopping(sum(self._times))
+            self._end_workers(FrameKind.DRAIN)
 
-    def _end_workers(self) -> None:
+    def _end_workers(self, command: FrameKind) -> None:
         """Tells all workers to shut down. Each then holds the last copy of its socket, which closes with it."""
         self._stopping.set()
-        self._plan.on_stopping(sum(self._times))
         self._listeners.close()
         for worker in self._running:
-            worker.send(FrameKind.DRAIN)
+            worker.send(command)
             if not worker.is_ready:
                 worker.terminate()
         self._kill_later(sum(self._times))

@@ -68,3 +68,17 @@ def test_a_shutdown_has_the_time_that_it_takes() -> None:
     options = ProxyOptions()
     assert int(setting("TimeoutStopSec")) == options.drain_delay + options.grace + _MARGIN_S
     assert (setting("Type"), setting("NotifyAccess"), setting("KillMode")) == ("notify", "main", "mixed")
+
+
+def test_systemd_accepts_the_socket_and_gives_it_to_the_unit(tmp_path: Path) -> None:
+    socket = UNIT.with_suffix(".socket")
+    for path in (UNIT, socket):
+        text = path.read_text().replace("/opt/kvparams/bin/kvparams", sys.executable)
+        (tmp_path / path.name).write_text(text)
+    command = ["systemd-analyze", "verify", str(tmp_path / socket.name)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "FileDescriptorName=http" in socket.read_text()
+    bad = tmp_path / socket.name
+    bad.write_text(bad.read_text().replace("ListenStream=", "ListenStreams="))
+    assert "ListenStreams" in subprocess.run(command, capture_output=True, text=True, timeout=60).stderr

@@ -27,6 +27,10 @@ def main(folder: Path, workers: int) -> int:
     """Runs the supervisor, and says on stdout when it serves and why it has ended."""
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stderr)
     supervisor._END_S = 0.5  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+
+    async def serving() -> None:
+        print("serving", flush=True)
+
     with WorkerListeners.open("127.0.0.1", 0, workers, 8) as listeners:
         plan = WorkerPlan(
             workers=workers,
@@ -35,7 +39,7 @@ def main(folder: Path, workers: int) -> int:
             directory=folder,
             times=TIMES,
             check=lambda: TIMES if (folder / "check").read_text() == "right" else None,
-            on_serving=lambda: print("serving", flush=True),
+            on_serving=serving,
             on_stopping=ServiceNotifier(None).stopping,
         )
         end = asyncio.run(Supervisor(plan, listeners).run())

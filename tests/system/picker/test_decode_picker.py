@@ -111,6 +111,7 @@ async def start_proxy(processes: Processes) -> AsyncIterator[StartProxy]:
             str(port),
             "--log-requests",
             "off",
+            *("--startup-check", "off"),
         ]
         command += ["--decode-picker", f"grpc://127.0.0.1:{picker_port or own_port}?timeout=0.4"]
         command += [part for each in stub.engines for part in (f"--{each.role}", each.url)]

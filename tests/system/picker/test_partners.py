@@ -94,7 +94,7 @@ async def start_pair_site(processes: Processes, tmp_path: Path) -> AsyncIterator
         url = f"http://127.0.0.1:{port}"
         command = [str(Path(sys.executable).with_name("kvparams")), "sidecar", "--role", "decode", "--engine", decode]
         command += ["--port", str(port), *prefill[: 2 * known], *signed, "--prefill-partner", partner]
-        command += ["--log-requests", "off", *sidecar]
+        command += ["--log-requests", "off", "--startup-check", "off", *sidecar]
         await asyncio.to_thread(processes.start, "sidecar", command, ready=[f"{url}/health"])
         flags = ("--policy", "cache_aware", "--tokenizer", "bytes", *signed, *prefill, "--decode", url, *picker)
         started = await asyncio.to_thread(start_picker, processes, "picker", *flags)

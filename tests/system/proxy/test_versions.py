@@ -57,7 +57,7 @@ async def test_an_engine_with_which_no_version_is_common_is_given_no_work(
         assert {member.instance.version for member in proxied.fleet.members} == {"1.0"}
         assert proxied.fleet.models() == ["m"]
     said = sorted(record.getMessage() for record in caplog.records if "no version" in record.getMessage())
-    assert [line.split(" gets no requests: ")[0] for line in said] == [f"prefill p{n}" for n in range(6, 10)]
+    assert [line.split(" gets no requests (probe): ")[0] for line in said] == [f"prefill p{n}" for n in range(6, 10)]
     assert said[1].endswith("is spoken by both: here 1.0, there 2.0")
 
 

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -19,6 +20,7 @@ from demo.conversations import Fleet, hold_conversations
 from demo.display import Display
 from demo.processes import ProcessError, Processes, Server, free_port
 from demo.stores import KINDS
+from tests.support.waiting import wait_until
 
 COMMAND = [sys.executable, "-u", "-m", "demo"]
 WAIT_S = 100.0
@@ -58,10 +60,24 @@ def test_the_demo_proves_its_point_on_each_store_and_ends(kind: str) -> None:
     assert unreachable(done.stdout)
 
 
+def free_block(count: int) -> int:
+    """The first of so many ports in a row that are free now."""
+    while True:
+        first = free_port()
+        with ExitStack() as stack:
+            try:
+                for port in range(first, first + count):
+                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            except OSError:
+                continue
+        return first
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGTERM])
 def test_serve_prints_a_request_that_works_and_stops_when_told(way: signal.Signals) -> None:
-    command = [*COMMAND, "--serve", "--port", str(free_port())]
+    port = free_block(6)
+    command = [*COMMAND, "--serve", "--port", str(port), "--traffic", "5"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as demo:
         assert demo.stdout is not None
         try:
@@ -74,6 +90,21 @@ def test_serve_prints_a_request_that_works_and_stops_when_told(way: signal.Signa
             (promised,) = re.findall(r"tried it: (\d+) tokens", output)
             usage = json.loads(tried.stdout.split("data: ")[-2])["usage"]
             assert usage["completion_tokens"] == int(promised)
+            page = re.search(r"look at it: (http://127\.0\.0\.1:(\d+))/ui#token=(\S+)$", output, re.MULTILINE)
+            assert page is not None
+            assert page[2] == str(port)
+            headers = {"authorization": f"Bearer {page[3]}"}
+            with httpx.Client(base_url=page[1], headers=headers, timeout=WAIT_S, trust_env=False) as client:
+                instances = client.get("/admin/instances").json()["data"]
+                assert [one["url"][-5:] for one in instances] == [f"{port + number:05}" for number in (1, 2, 3, 4)]
+                ok = 'kvparams_proxy_requests_total{outcome="ok"}'
+
+                def answered() -> float:
+                    text = client.get("/metrics").text
+                    return next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(ok))
+
+                before = answered()
+                wait_until(lambda: answered() >= before + 3, WAIT_S)  # nobody has asked but the light traffic
         finally:
             demo.send_signal(way)
         output += demo.stdout.read()

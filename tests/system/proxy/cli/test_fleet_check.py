@@ -13,8 +13,8 @@ import pytest
 from demo.processes import Processes, Server, free_port, proxy_command
 from kvparams.cli import main
 from kvparams.instances import Role
-from kvparams_proxy.cli.engine_check import CheckFinding, fetch
-from kvparams_proxy.cli.fleet_check import check_fleet
+from kvparams_proxy.checks.engine_check import CheckFinding, fetch
+from kvparams_proxy.checks.fleet_check import check_fleet
 from kvparams_proxy.config.settings import known_dialects
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
@@ -143,7 +143,7 @@ async def test_every_engine_is_tried(look: Look) -> None:
 async def test_what_is_wrong_is_said_in_words(
     look: Look, monkeypatch: pytest.MonkeyPatch, connector: str, prefill: Answer, decode: dict[str, Any], said: str
 ) -> None:
-    monkeypatch.setattr("kvparams_proxy.cli.pair_check._TELLS_S", 0.2)
+    monkeypatch.setattr("kvparams_proxy.checks.pair_check._TELLS_S", 0.2)
     found = await look(connector, Engine(Role.PREFILL, prefill), Engine(Role.DECODE, **decode))
     assert grades(found) == ["ok", "ok", "error"]
     assert said in found[2].message

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvparams.instances import Role
-from kvparams_proxy.cli.fleet_check import check_fleet
+from kvparams_proxy.checks.fleet_check import check_fleet
 from kvparams_proxy.config.settings import default_spec_rules, known_dialects
 from kvparams_proxy.config.spec_fields import check_addresses
 from kvparams_proxy.config.spec_parsing import DefaultsSection, parse_spec

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvparams_proxy.cli.engine_check import CheckFinding
+from kvparams_proxy.checks.engine_check import CheckFinding
 from kvparams_proxy.cli.exchange_check import check_exchange
 from kvparams_proxy.config.share_url import parse_share_url
 from kvparams_proxy.config.sharing import share_server

@@ -123,6 +123,7 @@ async def site(folder: Path, share: str) -> AsyncGenerator[Site]:
         async with AsyncExitStack() as relays:
             urls = [await relays.enter_async_context(recorded(engine, legs)) for engine in engines]
             command = [sys.executable, "-m", "kvparams", "proxy", "--connector", "store", "--continuation"]
+            command += ["--startup-check", "off"]
             command += ["--prefill", urls[0], "--decode", urls[1], "--decode", urls[2]]
             command += ["--share", share, "--share-keys", str(keys)]
             ports = [free_port() for _ in range(2)]

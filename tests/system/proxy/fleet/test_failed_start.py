@@ -65,7 +65,16 @@ EMPTY = {"Fleet", "UpstreamPools"}
 """Those that hold nothing before engines join."""
 STEPS = (
     *("StallAwareClock", "Fleet", "FleetSync", "Registry", "UpstreamPools", "EngineAddresses", "Deadlines", "Metrics"),
-    *("RequestLog", "RecordDispatcher", "EngineTokenizer", "TokenService", "MemoryTrimmer", "BodyBudget", "KVReleaser"),
+    *(
+        "RequestLog",
+        "RequestHistory",
+        "RecordDispatcher",
+        "EngineTokenizer",
+        "TokenService",
+        "MemoryTrimmer",
+        "BodyBudget",
+        "KVReleaser",
+    ),
     *(
         "QueueDepthReader",
         "ProxyGauges",
@@ -78,7 +87,8 @@ STEPS = (
     *("InstanceGauges", "ProductionStackGauges"),
     *("MetricsExposition", "LoopLag", "StepRunner", "TurnBatcher", "RetryBudget", "Tracer", "ExecutionResources"),
     *("EndpointNames", "make_prefill_partners", "open_decode_picker"),
-    *("RequestHandler", "SharedAdmin", "run_providers", "BootstrapServers", "Prober", "DrainState"),
+    *("RequestHandler", "SharedAdmin", "run_providers", "BootstrapServers", "Prober"),
+    *("run_startup_check", "DrainState"),
 )
 """What the start makes, in this order; each fails in turn."""
 LATER = {"UnusedEventsLogger", "UpstreamConnectionPool"}
@@ -172,6 +182,7 @@ def settings(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Se
     decode = Instance("d0", "1", Role.DECODE, engine, "nixl")
     return Settings(
         (prefill, decode),
+        startup_check=True,
         policy="cache_aware",
         tokenizers={None: TokenizationMethod.BYTES},
         trace=1.0,

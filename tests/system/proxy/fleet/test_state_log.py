@@ -1,12 +1,15 @@
 """Tests the log of engine states: each change appears once, with its evidence, whichever part noticed it."""
 
 import asyncio
+import json
 import logging
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from random import Random
 from typing import Any
 
 import httpx
@@ -14,6 +17,7 @@ import pytest
 
 from kvparams.instances import Instance, RequestFacts, Role, RoundRobin
 from kvparams.routing.breaker import BreakerLimits
+from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.state_log import StateLog
@@ -75,7 +79,7 @@ def test_an_engine_that_was_never_up_is_told_of_once(lines: Lines) -> None:
         rig.learn(member, False, "no connection to the engine (refused)")
     assert lines() == [
         "I decode d0 has joined: named by file",
-        "W decode d0 is not ready: no connection to the engine (refused)",
+        "W decode d0 is not ready (probe): no connection to the engine (refused)",
     ]
 
 
@@ -88,7 +92,7 @@ def test_whoever_notices_first_that_an_engine_is_gone_tells_it_and_nobody_else(l
             rig.fleet.record_failure(member.instance, connected=False, why="no connection to the engine (refused)")
         rig.learn(member, False, "no connection to the engine (timed out)")
         rig.learn(member, False, "does not answer a probe")
-        assert [line[:25] for line in lines()[before:]] == ["W decode d0 is not ready: "[:25]]
+        assert [line[:25] for line in lines()[before:]] == ["W decode d0 is not ready "]
         rig.learn(member)
         assert lines()[before + 1 :] == ["I decode d0 is ready: it answers probes, as another incarnation"]
 
@@ -104,7 +108,7 @@ def test_a_breaker_that_opens_and_closes_is_told_with_the_last_failure(lines: Li
     rig.fleet.record_success(member.instance)
     rig.fleet.record_success(member.instance)
     assert lines()[before:] == [
-        "W decode d0 is broken: its legs fail (a leg was answered 500); others get its work for 4.0 s",
+        "W decode d0 is broken (breaker): its legs fail (a leg was answered 500); others get its work for 4.0 s",
         "I decode d0 is ready: its legs work again",
     ]
 
@@ -162,8 +166,8 @@ def test_who_answers_and_gets_no_work_is_told_of_with_each_reason(lines: Lines) 
         rig.learn(member, False, why, answers=True)
         rig.learn(member, False, why, answers=True)
     assert lines()[before:] == [
-        "W decode d0 gets no requests: it refuses the proxy's API key (401)",
-        "W decode d0 gets no requests: no version of the protocol is spoken by both",
+        "W decode d0 gets no requests (probe): it refuses the proxy's API key (401)",
+        "W decode d0 gets no requests (probe): no version of the protocol is spoken by both",
     ]
 
 
@@ -194,13 +198,16 @@ def test_an_engine_that_flaps_does_not_fill_the_log_and_its_last_state_is_told(l
         rig.clock.pass_time(0.01)
     assert len(lines()) <= 2 + 10
     rig.learn(other, False, "does not answer a probe")  # nobody else pays for it
-    assert lines()[-1] == "W decode d1 is not ready: does not answer a probe"
+    assert lines()[-1] == "W decode d1 is not ready (probe): does not answer a probe"
     rig.learn(member, False, "no connection to the engine (refused)")
     before = len(lines())
     rig.clock.pass_time(60.0)
     rig.learn(member, False, "no connection to the engine (refused)")  # the next probe
     (line,) = lines()[before:]
-    assert re.fullmatch(r"W decode d0 is not ready: .*\(refused\) \(\d+ more changes since the last line\)", line)
+    found = re.fullmatch(
+        r"W decode d0 is not ready \(probe\): .*\(refused\)( \(\d+ more changes since the last line\))", line
+    )
+    assert found is not None, line
     rig.clock.pass_time(60.0)
     rig.learn(member)
     assert "more changes" not in lines()[-1]
@@ -225,7 +232,7 @@ async def test_an_engine_that_dies_under_a_request_is_told_of(stage: StartStage,
     found.decode[0].end()
     for _ in range(4):
         assert (await found.ask()).status_code == 200
-    assert lines()[before:] == ["W decode decode-0 is not ready: no connection to the engine (refused)"]
+    assert lines()[before:] == ["W decode decode-0 is not ready (failed leg): no connection to the engine (refused)"]
     await found.decode[0].begin()
     await until(partial(_ready, found, 2))
     assert lines()[before + 1 :] == ["I decode decode-0 is ready: it answers probes, as another incarnation"]
@@ -239,7 +246,8 @@ async def test_engines_that_were_never_there_are_told_of(proxy: Any, lines: Line
     await proxy(["http://127.0.0.1:1"], ["http://127.0.0.1:1"])
     said = [line for line in lines() if line.startswith("W")]
     assert said == [
-        f"W {role} {role}-0 is not ready: no connection to the engine (refused)" for role in ("prefill", "decode")
+        f"W {role} {role}-0 is not ready (probe): no connection to the engine (refused)"
+        for role in ("prefill", "decode")
     ]
 
 
@@ -256,9 +264,10 @@ async def test_no_line_has_an_address_or_anything_that_was_said(stage: StartStag
     assert "oops" not in text
 
 
+@pytest.mark.parametrize("form", ["text", "auto"])
 @pytest.mark.parametrize("level", ["INFO", "WARNING"])
-async def test_the_command_shows_them_on_stderr(level: str) -> None:
-    """Both levels, without being asked to."""
+async def test_the_command_shows_them_on_stderr(level: str, form: str) -> None:
+    """Both levels, without being asked to; as JSON where stderr is no terminal."""
     engines = [Actor("prefill"), Actor("decode")]
     for actor in engines:
         await actor.begin()
@@ -266,6 +275,7 @@ async def test_the_command_shows_them_on_stderr(level: str) -> None:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvparams", "proxy", "--port", "0"),
         *("--prefill", engines[0].url, "--decode", decode, "--log-requests", "off"),
+        *("--log-format", form),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -287,5 +297,88 @@ async def test_the_command_shows_them_on_stderr(level: str) -> None:
             await process.wait()
         for actor in engines:
             actor.end()
-    said = {"INFO": "decode decode-0 is ready: it answers probes", "WARNING": "decode decode-0 is not ready: no connec"}
-    assert re.search(rf" {level} [a-z_.]+: {re.escape(said[level])}", stderr.decode()), stderr.decode()
+    said = {
+        "INFO": "decode decode-0 is ready: it answers probes",
+        "WARNING": "decode decode-0 is not ready (probe): no connection",
+    }
+    text = stderr.decode()
+    if form == "text":
+        assert re.search(rf" {level} [a-z_.]+: {re.escape(said[level])}", text), text
+        return
+    documents = [json.loads(line) for line in text.splitlines()]
+    (found,) = [one for one in documents if one["message"].startswith(said[level])]
+    facts = {"INFO": ("ready", "it answers probes"), "WARNING": ("not_ready", "no connection to the engine (refused)")}
+    assert (found["level"], found["event"], found["engine"]) == (level, "engine_state", "decode-0")
+    assert (found["state"], found["reason"], found["evidence"]) == (*facts[level], "probe")
+
+
+# whatever happens
+
+
+def test_another_incarnation_is_told_of_an_engine_that_gets_no_new_legs(lines: Lines) -> None:
+    rig = Rig(breaker=BreakerLimits(consecutive=1, open_s=15.0))
+    draining, broken = rig.ready(), rig.ready("d1")
+    rig.fleet.drain("d0", True, "by the admin API")
+    rig.fleet.record_failure(broken.instance, connected=True, why="a leg was answered 500")
+    before = len(lines())
+    for member in (draining, broken):
+        for _ in range(2):
+            rig.learn(member, place={"engine": "another"})
+    why = "it answers probes, as another incarnation"
+    assert lines()[before:] == [f"I decode d0 is drained: {why}", f"W decode d1 is broken (probe): {why}"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_last_line_about_an_engine_is_its_state_whatever_changed_it(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Probes, legs, breakers, operators and other proxies, in any order."""
+    random = Random(seed)
+    rig = Rig(breaker=BreakerLimits(consecutive=2, open_s=4.0))
+    rig.fleet.add(Instance("p0", "b", Role.PREFILL, "http://h:1", "nixl"))
+    taken: list[tuple[Instance, RequestFacts]] = []
+
+    def last_told(id: str) -> tuple[object, object]:
+        facts = [one.__dict__["facts"] for one in caplog.records if one.name == LOGGER]
+        mine = [one for one in facts if one.get("engine") == id and one["state"] != "left"]  # an earlier one may leave
+        return mine[-1]["state"], mine[-1]["incarnation"]
+
+    with caplog.at_level(logging.INFO, LOGGER):
+        for id in ("d0", "d1"):
+            rig.ready(id)
+        for _ in range(300):
+            member = random.choice([one for one in rig.fleet.members if one.instance.role is Role.DECODE])
+            instance = member.instance
+            act = random.randrange(10)
+            if act == 0:
+                rig.learn(member, False, "does not answer a probe")
+            elif act == 1:
+                rig.learn(member, place={"engine": random.randrange(2)} if random.random() < 0.5 else None)
+            elif act == 2:
+                rig.fleet.record_failure(instance, connected=False, why="no connection to the engine (refused)")
+            elif act == 3:
+                rig.fleet.record_failure(instance, connected=True, why="a leg was answered 500")
+            elif act == 4:
+                rig.fleet.record_success(instance)
+            elif act == 5:
+                rig.fleet.drain(instance.id, random.random() < 0.4, "by the admin API")
+            elif act == 6:
+                rig.fleet.record_failure_elsewhere(member, "a leg was answered 500")
+            elif act == 7:
+                rig.fleet.record_restart_elsewhere(member)
+            elif act == 8:
+                rig.fleet.replace(instance, "file has changed its entry")
+            elif taken and random.random() < 0.5:
+                rig.fleet.release(*taken.pop())
+            else:
+                facts = RequestFacts("r", "t", None, 1, 1, None, None)
+                with suppress(ProxyError):
+                    found = rig.fleet.acquire(Role.DECODE, facts, (), Nobody())
+                    if found is not None:
+                        taken.append((found, facts))
+            rig.clock.pass_time(30.0)  # nothing is left out because there was so much
+            for one in rig.fleet.members:
+                if one.instance.role is Role.DECODE and one.was_ever_ready:
+                    state, incarnation = last_told(one.instance.id)
+                    assert state == one.state
+                    assert incarnation == one.instance.incarnation or one.state == "not_ready"

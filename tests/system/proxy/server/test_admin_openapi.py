@@ -96,7 +96,11 @@ async def test_every_route_answers_as_described(stub: StubEngines, proxy: Any) -
         ("POST", "/admin/explain-route", {"model": "stub", "prompt": "x"}),
         ("PUT", "/admin/modes", modes),
         ("GET", "/admin/modes", None),
+        ("GET", "/admin/requests/{id}", None),
     ]
+    body: object = {"model": "stub", "prompt": "x", "max_tokens": 1}
+    answer = await running.client.post("/v1/completions", json=body, headers={"x-request-id": "x"})
+    assert answer.status_code == 200
     assert {(method, path) for method, path, _ in calls} == served_routes()
     for method, path, body in calls:
         place = path.format(id="x", group="g")

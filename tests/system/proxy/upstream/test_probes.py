@@ -146,7 +146,7 @@ async def test_an_engine_that_refuses_its_key_is_not_ready_and_that_is_said_once
         await until(lambda: asked > 3)
         assert proxied.ready == [False]
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        f"prefill p0 gets no requests: it refuses the proxy's API key ({status})"
+        f"prefill p0 gets no requests (probe): it refuses the proxy's API key ({status})"
     ]
     assert await ready(url) == [True]
 

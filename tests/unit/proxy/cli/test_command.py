@@ -51,7 +51,7 @@ def test_the_shortest_command_line_has_the_defaults_of_the_settings() -> None:
     assert one.server == ServerSettings(connections=one.server.connections)
     assert fleet(one) == {"prefill-0": ("prefill", "http://p:1"), "decode-0": ("decode", "http://d:1")}
     assert [instance.dialect for instance in one.settings.instances] == ["nixl", "nixl"]
-    plain = Settings(one.settings.instances, spec_rules=one.settings.spec_rules)
+    plain = Settings(one.settings.instances, spec_rules=one.settings.spec_rules, startup_check=True)
     given = {name: getattr(one.settings, name) for name in Settings.__slots__}
     given["limits"] = {role: limits for role, limits in given["limits"].items() if limits != RoleLimits()}
     assert given == {name: getattr(plain, name) for name in Settings.__slots__}

@@ -232,12 +232,12 @@ def test_text_from_outside_cannot_add_a_line(
 ) -> None:
     path = tmp_path / "a\nevil: 1\x1b"
     path.write_text("proxy: {queue: 3}")
-    monkeypatch.setenv("KVPARAMS_LOG_LEVEL", "x\nevil: 1")
+    monkeypatch.setenv("KVPARAMS_LOG_STATS_INTERVAL", "x\nevil: 1")
     argv = ("proxy", "--config", str(path), "--prefill", "http://p:1", "--decode", "http://d:1")
     document, _, text = printed(*argv, "--static-models", "x\nevil: 1\x1b[2J", capsys=capsys)
     assert document.settings.queue == 3
     assert not re.search("^evil|\x1b", text, re.MULTILINE)
-    assert '--log-level "x' in text, "or nothing was printed"
+    assert '--log-stats-interval "x' in text, "or nothing was printed"
     assert '--static-models "x' in text
 
 

@@ -166,3 +166,21 @@ def test_what_a_server_says_cannot_control_the_terminal(
         json.dumps({"error": {"message": "\x1b[2J", "type": "x", "param": None, "code": None}}).encode(),
     )
     assert "\x1b" not in explain(capsys, server.url, token)[1]
+
+
+def test_it_says_who_is_left_out_and_what_was_not_looked_at(
+    server: Server, token: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = {**CANDIDATE, "id": "p1", "excluded": "no room"}
+    notes = ["the external picker is not asked"]
+    changes: dict[str, object] = {"candidates": [CANDIDATE, full], "waits": True, "notes": notes}
+    server.body = json.dumps(ROUTE | changes).encode()
+    status, said = explain(capsys, server.url, token)
+    assert status == 0
+    assert [line for line in said.splitlines() if "p1" in line and line.endswith("  not now: no room")]
+    assert "it would wait for room" in said
+    assert "not looked at: the external picker is not asked" in said
+    server.body = json.dumps(ROUTE).encode()
+    _, said = explain(capsys, server.url, token)
+    assert "not now" not in said
+    assert "wait" not in said

@@ -9,7 +9,7 @@ from kvparams.dialects.interface import BootstrapInfo
 from kvparams.instances import Instance
 from kvparams.versions import NoCommonVersion, negotiate_with_engine
 from kvparams_proxy.fleet.bootstrap_servers import BootstrapServer
-from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.interface import Upstream
 from kvparams_proxy.upstream.types import (
     ResponseCollector,
     ResponseHead,
@@ -35,6 +35,8 @@ class CheckFinding(NamedTuple):
     grade: FindingGrade
     who: str
     message: str
+    summary: str = ""
+    """The message without addresses and without the words of engines, for the log. Empty: the message has none."""
 
 
 class EngineInfo(NamedTuple):
@@ -44,7 +46,7 @@ class EngineInfo(NamedTuple):
     max_tokens: int
 
 
-async def ask_engine(instance: Instance, pool: UpstreamConnectionPool) -> tuple[CheckFinding, EngineInfo | None]:
+async def ask_engine(instance: Instance, pool: Upstream) -> tuple[CheckFinding, EngineInfo | None]:
     """Checks whether an engine is there and what it serves; the second is None where it cannot be used."""
     declared = f"{instance.role}, {instance.dialect}"
     try:
@@ -91,9 +93,7 @@ async def ask_bootstrap(instance: Instance, server: BootstrapServer) -> tuple[Ch
     return CheckFinding("ok", instance.id, "its bootstrap server knows the engine"), place
 
 
-async def fetch(
-    pool: UpstreamConnectionPool, request: UpstreamRequest, *, once: bool = False
-) -> tuple[ResponseHead, bytes]:
+async def fetch(pool: Upstream, request: UpstreamRequest, *, once: bool = False) -> tuple[ResponseHead, bytes]:
     """Returns the whole answer.
 
     Raises:

@@ -18,9 +18,9 @@ from kvparams.routing.handoff_verifier import HandoffRefused, HandoffVerifier
 from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.routing.plan import AcquireInstance, KVLease, Leg, LegFailed, LegPair, LegResult
 from kvparams.signing.signer import Signer
-from kvparams_proxy.cli.engine_check import PROMPT_TOKENS, CheckFinding, EngineInfo, fetch
+from kvparams_proxy.checks.engine_check import PROMPT_TOKENS, CheckFinding, EngineInfo, fetch
 from kvparams_proxy.requests.endpoints import one_token_changes
-from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
+from kvparams_proxy.upstream.interface import Upstream
 from kvparams_proxy.upstream.types import UpstreamError
 
 __all__ = ["PairTrial"]
@@ -33,6 +33,7 @@ _TELLS_S: Final = 3.0
 _LOOK_S: Final = 0.1
 _SAID: Final = 300
 """Characters of an engine's answer that are shown."""
+_SHOW: Final = "`kvparams proxy --check` shows more"
 _EXTERNAL: Final = re.compile(r'^\S*prompt_tokens\S*\{[^}]*source="external\w*"[^}]*\} (\S+)', re.MULTILINE)
 """vLLM 0.32.0: `vllm:prompt_tokens_by_source_total{source="external_kv_transfer"}`; the reference engine likewise."""
 
@@ -40,8 +41,11 @@ _EXTERNAL: Final = re.compile(r'^\S*prompt_tokens\S*\{[^}]*source="external\w*"[
 class _EngineRefused(LegFailed):
     """Raised when an engine does not answer a leg well."""
 
-    def __init__(self, instance: Instance, why: str) -> None:
-        super().__init__(f"the {instance.role} leg failed on {instance.id}: {why}", another=False)
+    def __init__(self, instance: Instance, why: str, summary: str) -> None:
+        begin = f"the {instance.role} leg failed on {instance.id}"
+        super().__init__(f"{begin}: {why}", another=False)
+        self.summary: Final = f"{begin}: {summary}"
+        """The message without the words of the engine."""
 
 
 class PairTrial:
@@ -49,7 +53,7 @@ class PairTrial:
 
     def __init__(
         self,
-        engines: Mapping[Instance, UpstreamConnectionPool],
+        engines: Mapping[Instance, Upstream],
         dialects: Mapping[str, Dialect],
         places: Mapping[Instance, BootstrapInfo],
         prefill: Instance,
@@ -146,14 +150,15 @@ class PairTrial:
             pass
         except HandoffRefused as refused:
             said = f"{refused.detail}; declare it with `addresses`, or correct the engine's own setting"
-            return CheckFinding("error", self._who, said)
+            return CheckFinding("error", self._who, said, f"{refused}; {_SHOW}")
         except HandoffMissing as missing:
             return CheckFinding("error", self._who, str(missing))
         except LegFailed as failure:
-            return CheckFinding("error", self._who, str(failure))
+            summary = failure.summary if isinstance(failure, _EngineRefused) else str(failure)
+            return CheckFinding("error", self._who, str(failure), f"{summary}; {_SHOW}")
         except KVParamsError as error:
-            said = f"the prefill engine's answer breaks the protocol: {error}"
-            return CheckFinding("error", self._who, said)
+            broken = "the prefill engine's answer breaks the protocol"
+            return CheckFinding("error", self._who, f"{broken}: {error}", f"{broken}; {_SHOW}")
         loaded = _loaded(self._said)
         if loaded is None:
             loaded = await self._counted(before)
@@ -186,13 +191,14 @@ class PairTrial:
             request = pool.request(_PATH, b"x-request-id: %b\r\n" % self._id.encode(), body)
             head, raw = await fetch(pool, request, once=leg.answers_client)
         except UpstreamError as error:
-            raise _EngineRefused(instance, error.reason) from error
+            raise _EngineRefused(instance, error.reason, error.reason) from error
         if head.status != 200:
-            raise _EngineRefused(instance, f"{head.status} {raw[:_SAID].decode('utf-8', 'replace')}")
+            said = f"{head.status} {raw[:_SAID].decode('utf-8', 'replace')}"
+            raise _EngineRefused(instance, said, f"it was answered {head.status}")
         try:
             document: object = json.loads(raw)
         except (ValueError, RecursionError):
-            raise _EngineRefused(instance, "its answer is not JSON") from None
+            raise _EngineRefused(instance, "its answer is not JSON", "its answer is not JSON") from None
         params = cast("dict[str, object]", document).get("kv_transfer_params") if isinstance(document, dict) else None
         said = kv_transfer_members(params)
         if leg.answers_client:

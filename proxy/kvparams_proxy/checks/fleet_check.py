@@ -13,8 +13,8 @@ from kvparams.dialects.registry import load_tables_and_errors
 from kvparams.instances import Instance, Role
 from kvparams.routing.handoff_verifier import HandoffVerifier
 from kvparams.signing.signer import Signer
-from kvparams_proxy.cli.engine_check import CheckFinding, EngineInfo, ask_bootstrap, ask_engine
-from kvparams_proxy.cli.pair_check import PairTrial
+from kvparams_proxy.checks.engine_check import CheckFinding, EngineInfo, ask_bootstrap, ask_engine
+from kvparams_proxy.checks.pair_check import PairTrial
 from kvparams_proxy.fleet.bootstrap_servers import BootstrapServers
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool

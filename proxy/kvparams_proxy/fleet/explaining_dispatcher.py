@@ -1,0 +1,53 @@
+"""Explains which instance a leg would get now, by the rules of `Dispatcher`. Nothing is taken."""
+
+from collections.abc import Collection
+
+from kvparams.instances import RequestFacts, Role
+from kvparams.routing.pairing import PairKey
+from kvparams_proxy.fleet.dispatcher import Dispatcher
+from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.routing_decision import RouteExplanation
+
+__all__ = ["ExplainingDispatcher"]
+
+
+class ExplainingDispatcher(Dispatcher):
+    """A dispatcher that also explains its choices."""
+
+    def explain(
+        self,
+        facts: RequestFacts,
+        avoid: Collection[str] = (),
+        beside: PairKey | Role | None = None,
+        near: Collection[str] = (),
+    ) -> RouteExplanation:
+        """Explains what `acquire` would return now. See `Fleet.explain`; `beside` only where it matters."""
+        candidates, turn = self.candidates_for(facts, beside, avoid), self._turn
+        preferred = self._preferred(candidates, avoid, facts.model, beside)
+        those = self._near(preferred, candidates, near) if near and not self._room else []
+        free = self._with_room(those, candidates, facts, ()) or self._with_room(preferred, candidates, facts, ())
+        able = free or preferred
+        if not (those or self._needs_care(facts, avoid, beside)):
+            tried = self._policy.choose(candidates, facts, turn)
+            if not self.has_limits or self._fits(tried, facts.prompt_tokens):
+                able = [tried]
+            else:
+                turn += 1
+        excluded = {
+            member.instance.id: "its pairs fail" if member not in preferred else self._why_not(member, facts)
+            for member in candidates
+            if member not in (free or preferred)
+        }
+        by_cache = None
+        if self._prefixes is None:
+            chosen = self._policy.choose(able, facts, turn).instance
+        else:
+            decision = self._prefixes.explain(self._policy, able, facts, turn).decision
+            by_cache = self._prefixes.explain(self._policy, candidates, facts, turn)._replace(decision=decision)
+            chosen = decision.chosen
+        return RouteExplanation(chosen, candidates, by_cache, bool(self._room) or not free, excluded)
+
+    def _why_not(self, member: Member, facts: RequestFacts) -> str:
+        if self.has_limits and not self._fits(member, facts.prompt_tokens):
+            return "no room"
+        return "slow start" if self._slow.active else "another one is preferred"
