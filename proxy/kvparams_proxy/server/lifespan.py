@@ -31,10 +31,8 @@ from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.bootstrap_servers import BootstrapServers
 from kvparams_proxy.fleet.endpoint_names import EndpointNames
 from kvparams_proxy.fleet.fleet import Fleet
-from kvparams_proxy.fleet.kv_events.unused_events_logger import UnusedEventsLogger
 from kvparams_proxy.fleet.probes import Prober
 from kvparams_proxy.fleet.queue_depth_reader import QueueDepthGauges, QueueDepthReader
-from kvparams_proxy.fleet.registry.instance_spec import KV_EVENTS_REQUIREMENT
 from kvparams_proxy.fleet.registry.providers import run_providers
 from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
@@ -46,6 +44,7 @@ from kvparams_proxy.server.draining import DrainState
 from kvparams_proxy.server.lifespan_helpers import (
     id_maker,
     open_decode_picker,
+    open_event_consumer,
     reload_on_change,
     role_alone,
     run_startup_check,
@@ -77,7 +76,6 @@ from kvparams_proxy.worker_identity import WorkerIdentity
 from kvparams_proxy.workers.worker_link import WorkerLink
 
 if TYPE_CHECKING:
-    from kvparams_proxy.fleet.kv_events.consumer import KVEventConsumer
     from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
 
 __all__ = ["app_lifespan"]
@@ -189,7 +187,7 @@ def _open_parts(
     deadlines = Deadlines(loop, clock)
     telemetry = _open_telemetry(stack, loop, settings, plugins, worker)
     tokens = _open_token_service(stack, loop, settings, fleet, pools, deadlines)
-    events = _open_event_consumer(stack, loop, settings, fleet, prefixes, sync)
+    events = open_event_consumer(stack, loop, settings, fleet, prefixes, sync)
     trimmer = MemoryTrimmer(loop)
     stack.callback(trimmer.close)
     bodies = BodyBudget(settings.body_memory_bytes, trimmer.freed)
@@ -370,33 +368,3 @@ def _make_upstream(
     return UpstreamConnectionPool(
         instance.url, limits, access.tls, server_name=access.server_name, key=access.key, clock=clock
     )
-
-
-def _open_event_consumer(
-    stack: AsyncExitStack,
-    loop: asyncio.AbstractEventLoop,
-    settings: Settings,
-    fleet: Fleet,
-    prefixes: "PrefixCacheModel | None",
-    sync: FleetSync | None,
-) -> "KVEventConsumer | None":
-    """Subscribes to engines' KV events, where the policy looks at caches and pyzmq is installed.
-
-    Otherwise the log says why not, once an engine that publishes events joins.
-    """
-    if prefixes is None:
-        why = f"because the policy {settings.policy} does not use engines' caches; --policy cache_aware does"
-        fleet.add_listener(UnusedEventsLogger(loop.call_soon, why))
-        return None
-    try:
-        from kvparams_proxy.fleet.kv_events.consumer import KVEventConsumer
-    except ImportError:
-        fleet.add_listener(UnusedEventsLogger(loop.call_soon, f"since that {KV_EVENTS_REQUIREMENT}"))
-        return None
-    events = KVEventConsumer(loop, prefixes)
-    if sync is not None:
-        events.is_owner = sync.owns
-        sync.reassign = events.reassign
-    stack.callback(events.close)
-    fleet.add_listener(events)
-    return events

@@ -5,24 +5,39 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from secrets import token_hex
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvparams.instances import Instance, Role
 from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams_proxy.checks.startup_check import StartupCheck
 from kvparams_proxy.config.settings import DEFAULT_MODES, Settings
 from kvparams_proxy.config.signing import ReloadingSigner
+from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.decode_picker import DecodePicker, ExternalDecodePicker
 from kvparams_proxy.fleet.endpoint_names import EndpointNames
 from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.kv_events.unused_events_logger import UnusedEventsLogger
+from kvparams_proxy.fleet.registry.instance_spec import KV_EVENTS_REQUIREMENT
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.requests.authentication import APIKeyAuthenticator
 from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.server.app_plugins import AppPlugins
 from kvparams_proxy.telemetry.exposition import MetricsExposition
 
-__all__ = ["id_maker", "open_decode_picker", "reload_on_change", "role_alone", "run_startup_check", "switch_modes"]
+if TYPE_CHECKING:
+    from kvparams_proxy.fleet.kv_events.consumer import KVEventConsumer
+    from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
+
+__all__ = [
+    "id_maker",
+    "open_decode_picker",
+    "open_event_consumer",
+    "reload_on_change",
+    "role_alone",
+    "run_startup_check",
+    "switch_modes",
+]
 
 _KEYS_S: Final = 1.0
 """How often files of keys are looked at."""
@@ -92,3 +107,33 @@ def id_maker() -> Callable[[], str]:
     """Returns a function that makes unique ids, across processes and runs. They are not secret: none costs entropy."""
     run, numbers = token_hex(12), count()
     return lambda: f"{run}-{next(numbers):x}"
+
+
+def open_event_consumer(
+    stack: AsyncExitStack,
+    loop: asyncio.AbstractEventLoop,
+    settings: Settings,
+    fleet: Fleet,
+    prefixes: "PrefixCacheModel | None",
+    sync: FleetSync | None,
+) -> "KVEventConsumer | None":
+    """Subscribes to engines' KV events, where the policy looks at caches and pyzmq is installed.
+
+    Otherwise the log says why not, once an engine that publishes events joins.
+    """
+    if prefixes is None:
+        why = f"because the policy {settings.policy} does not use engines' caches; --policy cache_aware does"
+        fleet.add_listener(UnusedEventsLogger(loop.call_soon, why))
+        return None
+    try:
+        from kvparams_proxy.fleet.kv_events.consumer import KVEventConsumer
+    except ImportError:
+        fleet.add_listener(UnusedEventsLogger(loop.call_soon, f"since that {KV_EVENTS_REQUIREMENT}"))
+        return None
+    events = KVEventConsumer(loop, prefixes)
+    if sync is not None:
+        events.is_owner = sync.owns
+        sync.reassign = events.reassign
+    stack.callback(events.close)
+    fleet.add_listener(events)
+    return events
