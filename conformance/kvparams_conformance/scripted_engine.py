@@ -23,14 +23,23 @@ _MAX_BODY_BYTES: Final = 64 << 20
 _FLOOD_BYTES: Final = 512 << 20
 _FLOOD_PART: Final = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
 _HANG_S: Final = 30.0
-_PROBES: Final = {
+_SERVER_INFO: Final = {
+    "model_path": MODEL,
+    "served_model_name": MODEL,
+    "tp_size": 1,
+    "dp_size": 1,
+    "version": "0.5.23",
+}
+_PROBES: Final[dict[str, dict[str, object]]] = {
     "/health": {},
+    "/get_load": {},
     "/health_generate": {},
     "/ready": {},
     "/metrics": {},
     "/version": {"version": "0.32.0"},
-    "/get_server_info": {"model_path": MODEL, "served_model_name": MODEL, "dp_size": 1, "disaggregation_mode": "null"},
-    "/server_info": {"model_path": MODEL, "served_model_name": MODEL, "dp_size": 1},
+    "/get_server_info": _SERVER_INFO,
+    "/server_info": _SERVER_INFO,
+    "/route": {"attn_tp_size": 1, "dp_size": 1, "pp_size": 1},  # of SGLang's bootstrap server
     "/get_model_info": {"model_path": MODEL, "tokenizer_path": MODEL, "is_generation": True},
     "/model_info": {"model_path": MODEL, "tokenizer_path": MODEL, "is_generation": True},
 }

@@ -76,7 +76,7 @@ class Site:
             self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
         else:
             self._port = await _free_port()
-            words = self._words()
+            words = self._words(await _free_port())
             self.program = Program(_fill(self.under.command or "", words))
             await self.program.start({f"KVCONF_{name.upper()}": value for name, value in words.items()})
         until = time.monotonic() + self.under.start_s
@@ -102,9 +102,9 @@ class Site:
         for engine in self.engines:
             await engine.stop()
 
-    def _words(self) -> dict[str, str]:
+    def _words(self, spare_port: int) -> dict[str, str]:
         words = {"port": str(self._port), "host": "127.0.0.1", "audience": self.under.audience}
-        words["keys"] = str(self.under.keys or "")
+        words |= {"keys": str(self.under.keys or ""), "spare_port": str(spare_port)}
         for engine in self.engines:
             name = engine.name.replace("-", "")
             words |= {name: engine.url, f"{name}_port": str(engine.port)}

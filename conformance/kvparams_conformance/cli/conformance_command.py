@@ -33,8 +33,8 @@ Examples:
 
 The kit tests from outside. For a proxy it starts four engines of its own, which misbehave as each check wants, and
 starts the proxy with --start. In the command, {port}, {prefill0}, {prefill1}, {decode0} and {decode1} stand for the
-port to listen on and the URLs of the engines ({prefill0_port} and so on for the ports alone), {keys} and {audience} for
-the key file and the pool of the profile `signed`. The exit status is 0 if the program conforms, 1 if it does not, and 2
+port to listen on and the URLs of the engines ({prefill0_port} and so on for the ports alone), {spare_port} for another free
+port, {keys} and {audience} for the key file and the pool of the profile `signed`. The exit status is 0 if the program conforms, 1 if it does not, and 2
 if a check could not be judged.
 """
 

@@ -204,7 +204,7 @@ async def check_stream_options(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.24",
+    "17.12",
     "null-ids",
     sends="`prompt_token_ids` null and `kv_transfer_params` null",
     expects="they count as absent: the request is answered",

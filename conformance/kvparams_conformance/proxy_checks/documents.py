@@ -58,7 +58,7 @@ async def check_validity(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.26",
+    "17.8",
     "phases",
     sends="an ordinary completion",
     expects="the prefill leg has the phase `prefill` and the mode `store`, the decode leg `decode` and `store`",
@@ -181,7 +181,7 @@ async def check_digest(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.18",
+    "17.9",
     "text-prompt",
     sends="a prompt of text, and a list of two prompts of token ids",
     expects="the documents have no `prefix`",
@@ -199,7 +199,7 @@ async def check_no_prefix(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.21",
+    "17.11",
     "salt",
     sends="a request with `cache_salt`, and one without",
     expects="`isolation.cache_salt` is the `cache_salt` of the same leg, and absent without one",
@@ -219,7 +219,7 @@ async def check_salt(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.19",
+    "17.10",
     "choices",
     sends="a request with `n` 2, `best_of` 2 and two prompts",
     expects="prefill is asked for one answer of each prompt, and decode for what the client asked",

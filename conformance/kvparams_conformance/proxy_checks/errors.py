@@ -39,7 +39,7 @@ def _refusing(trial: Trial, role: str, status: int, param: str | None = None) ->
 
 
 @CHECKS.add(
-    "17.11",
+    "17.23",
     "kv-refused",
     sends="engines that answer 400 with the `param` `kv_transfer_params`, or with one below it",
     expects="the client gets 502",
@@ -55,7 +55,7 @@ async def check_kv_refused(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.11",
+    "17.23",
     "unauthorized",
     sends="engines that answer 401 or 403 to the proxy, without credentials of the client",
     expects="the client gets 502",
@@ -71,7 +71,7 @@ async def check_unauthorized(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.12",
+    "17.24",
     "client-fault",
     sends="engines that answer 400 or 422 with a `param` of the client's",
     expects="the client gets the same status, after one leg to that role",
@@ -85,11 +85,13 @@ async def check_client_fault(trial: Trial) -> None:
             talk = _refusing(trial, role, status, "temperature")
             expect_refused(talk, await trial.ask(talk), status, status)
             legs = talk.prefills if role == "prefill" else talk.decodes
+            # A decode leg of one token gives the KV back.
+            legs = [leg for leg in legs if role == "prefill" or leg.json.get("max_tokens") != 1]
             expect(len(legs) == 1, f"{len(legs)} {role} legs were sent for a fault of the client")
 
 
 @CHECKS.add(
-    "17.13",
+    "17.21",
     "errors",
     sends="engines that answer 500, and one that names an address",
     expects="the client gets `error.message`, without an address",
@@ -105,7 +107,7 @@ async def check_errors(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.13",
+    "17.21",
     "addresses",
     sends="engines that answer 500 and name an address",
     expects="the client gets no address",
@@ -123,7 +125,7 @@ async def check_addresses(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.10",
+    "17.22",
     "prefill-fails",
     sends="one prefill engine that answers 503, closes the connection, or answers what is no JSON",
     expects="the client is answered with the KV of another prefill leg",
@@ -155,7 +157,7 @@ def _failing_once(trial: Trial, fault: Answer) -> Conversation:
 
 
 @CHECKS.add(
-    "17.10",
+    "17.22",
     "bounded-tries",
     sends="prefill engines that all answer 503, or decode engines that do",
     expects="the client gets a 5xx after at most 16 legs",
@@ -172,7 +174,7 @@ async def check_bounded_tries(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.23",
+    "17.17",
     "flood",
     sends="a prefill answer of 512 MiB",
     expects="the proxy closes it, and the client gets a 5xx or the answer of another try",
@@ -189,7 +191,7 @@ async def check_flood(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.10",
+    "17.22",
     "decode-fails",
     sends="one decode engine that answers 503",
     expects="the client is answered by another decode leg, or gets a 5xx",

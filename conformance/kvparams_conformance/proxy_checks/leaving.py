@@ -29,7 +29,7 @@ async def _leave(
 
 
 @CHECKS.add(
-    "17.14",
+    "17.25",
     "prefill",
     sends="a client that leaves while prefill computes",
     expects="the prefill leg is closed within a second, and no decode leg follows",
@@ -45,7 +45,7 @@ async def check_leaving_at_prefill(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.14",
+    "17.25",
     "decode",
     sends="a client that leaves before decode has answered",
     expects="the decode leg is closed within a second",
@@ -59,7 +59,7 @@ async def check_leaving_at_decode(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.14",
+    "17.25",
     "stream",
     sends="a client that leaves in the middle of a stream",
     expects="the decode leg is closed within a second",
@@ -73,7 +73,7 @@ async def check_leaving_in_stream(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.15",
+    "17.26",
     "given-back",
     sends="a decode leg that fails with 400 before it has fetched the blocks",
     expects="within a second one more decode leg of one token has the same blocks, which frees them",
@@ -97,7 +97,7 @@ async def check_given_back(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "4.4",
+    "17.26",
     "release",
     sends="a client that leaves after prefill has answered",
     expects="if a `release` is sent, it is valid, of the same transfer, sent once, and not to decode",

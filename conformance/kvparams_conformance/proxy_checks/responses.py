@@ -65,7 +65,7 @@ def _pieces(size: int) -> Callable[[bytes], tuple[bytes | float, ...]]:
 
 
 @CHECKS.add(
-    "17.8",
+    "17.18",
     "relay",
     sends="a stream that is cut at every byte",
     expects="the client gets the same texts in the same order, and `[DONE]`",
@@ -89,7 +89,7 @@ def _texts(reply: Reply) -> list[str]:
 
 
 @CHECKS.add(
-    "17.8",
+    "17.18",
     "pace",
     sends="a stream that pauses for a second after its first event",
     expects="the client gets the first event within half a second",
@@ -116,7 +116,7 @@ def _after_first_event(text: bytes) -> tuple[bytes | float, ...]:
 
 
 @CHECKS.add(
-    "17.9",
+    "17.19",
     "cut-stream",
     sends="a decode stream that ends without `[DONE]`, with its connection closed or not",
     expects="the client's stream does not end with `[DONE]` alone: it is cut, or has an error event",
@@ -153,7 +153,7 @@ async def check_cached_tokens(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.13",
+    "17.21",
     "client-id",
     sends="a request with `X-Request-Id`",
     expects="the answer has the same `X-Request-Id`",

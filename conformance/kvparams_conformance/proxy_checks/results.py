@@ -86,7 +86,7 @@ async def check_wrong_mode(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.22",
+    "17.13",
     "no-result",
     sends="a prefill answer without a document",
     expects="the client gets a 5xx, and decode is promised no KV",
@@ -157,7 +157,7 @@ async def check_names_handed_on(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.16",
+    "17.14",
     "handed-on",
     sends="a prefill_result with `producer`, `prefix`, `load_keys`, `lease`, `usage` and unknown members",
     expects="decode is told the first four as they came, and nothing else of it",

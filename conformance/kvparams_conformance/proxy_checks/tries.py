@@ -126,7 +126,7 @@ async def check_lease_over(trial: Trial) -> None:
 
 
 @CHECKS.add(
-    "17.17",
+    "17.16",
     "rounding",
     sends="leases of 1 ms, 2 ms and the longest one",
     expects="`ttl_ms` stays from 1 to what prefill has said",
