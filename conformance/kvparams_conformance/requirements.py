@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
-__all__ = ["Profile", "Specification", "UnknownProfile", "load_specification"]
+__all__ = ["Profile", "Specification", "UnknownProfile", "load_specification", "vectors_folder"]
 
 _PAGE: Final = "spec/draft/spec.md"
 _ITEM: Final = re.compile(r"^- \*\*[a-z0-9.]+#(\d+\.\d+)\*\* (.*(?:\n  .*)*)", re.MULTILINE)
@@ -76,6 +76,12 @@ def load_specification(folder: Path | None = None) -> Specification:
 def _default_folder() -> Path:
     inside = Path(__file__).parent / "spec"
     return inside if inside.is_dir() else Path(__file__).parents[2] / "spec" / "draft"
+
+
+def vectors_folder() -> Path:
+    """Returns the folder of the vectors of 1.0."""
+    inside = Path(__file__).parent / "spec" / "vectors"
+    return inside if inside.is_dir() else Path(__file__).parents[2] / "spec" / "1.0" / "vectors"
 
 
 def _anchor(heading: str) -> str:

@@ -11,16 +11,21 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvparams_conformance.checks import Check, CheckFailed, NotJudged, Verdict
+from kvparams_conformance.engine_site import Engine, EngineTrial
 from kvparams_conformance.program import StartFailed
 from kvparams_conformance.site import Site, Trial, Under
 
-__all__ = ["Result", "run_proxy_checks"]
+__all__ = ["Result", "run_engine_checks", "run_proxy_checks"]
 
 CHECK_S: Final = 20.0
 """The longest time of one check."""
 _SETTLE_S: Final = 8.0
 """The time in which a proxy has to answer an ordinary request again after engines have misbehaved."""
 _BESIDE: Final = 8
+_NOT_SETTLED: Final[tuple[Verdict, str]] = (
+    "error",
+    f"the proxy did not answer an ordinary request within {_SETTLE_S:.0f} s",
+)
 _STARTS: Final = 4
 """How often one lane's proxy is started, if it ends by itself."""
 
@@ -122,18 +127,33 @@ async def _judge(lane: _Lane, check: Check) -> Result:
     except StartFailed as error:
         return Result(check, "error", str(error), "", "", time.monotonic() - begun)
     trial = Trial(site)
-    verdict, message = await _verdict(site, check, trial)
+    if check.is_isolated and not await _settle(site):
+        verdict, message = _NOT_SETTLED
+    else:
+        verdict, message = await _verdict(check, trial)
     if site.program.ended is not None:
         verdict, message = "fail", f"the proxy ended with status {site.program.ended}; {message}".rstrip("; ")
     sent, seen = trial.evidence()
     return Result(check, verdict, message, sent, seen, time.monotonic() - begun)
 
 
-async def _verdict(site: Site, check: Check, trial: Trial) -> tuple[Verdict, str]:
+async def run_engine_checks(checks: Sequence[Check], engine: Engine) -> list[Result]:
+    """Returns the verdicts on an engine, in the order of the checks."""
+    room = asyncio.Semaphore(_BESIDE)
+
+    async def one(check: Check) -> Result:
+        async with room:
+            begun, trial = time.monotonic(), EngineTrial(engine)
+            verdict, message = await _verdict(check, trial)
+            return Result(check, verdict, message, *trial.evidence(), time.monotonic() - begun)
+
+    return await asyncio.gather(*map(one, checks))
+
+
+async def _verdict(check: Check, trial: Trial | EngineTrial) -> tuple[Verdict, str]:
+    """Runs one check. Whatever happens is a verdict."""
     try:
         async with asyncio.timeout(CHECK_S):
-            if check.is_isolated and not await _settle(site):
-                return "error", f"the proxy did not answer an ordinary request within {_SETTLE_S:.0f} s"
             await check.run(trial)
     except CheckFailed as error:
         return ("choice" if check.is_choice else "fail"), str(error)

@@ -8,11 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
-from typing import Final
 from urllib.parse import urlsplit
 
 from kvparams_conformance.answers import Carrier, decode_answer, prefill_answer
-from kvparams_conformance.connection import Connection, ConnectionEnded, MessageError, TooLong, encode_head
+from kvparams_conformance.client import Received, receive, send_request
+from kvparams_conformance.connection import MessageError, TooLong
 from kvparams_conformance.conversation import Answer, Conversation, Leg, Reply, Responder, shorten
 from kvparams_conformance.program import Program, StartFailed
 from kvparams_conformance.raw_json import dump
@@ -20,7 +20,6 @@ from kvparams_conformance.scripted_engine import MODEL, TAG, ScriptedEngine
 
 __all__ = ["Site", "Trial", "Under"]
 
-_MAX_REPLY_BYTES: Final = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ class Site:
         """Sends a request as a client, and reads the answer. `leave_when`: see `Trial.ask`."""
         talk.sent.append(f"POST {path} {' '.join(f'{name}: {value}' for name, value in headers)} {shorten(body)}")
         begun = time.monotonic()
-        received = _Received()
+        received = Received()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._exchange(talk, body, path, headers, received, leave_when)
@@ -170,14 +169,11 @@ class Site:
         body: bytes,
         path: str,
         headers: Sequence[tuple[str, str]],
-        received: "_Received",
+        received: Received,
         leave_when: Callable[[Reply], bool] | None,
     ) -> None:
-        received.connection = connection = await Connection.open(self._host, self._port)
-        fixed = [("host", f"{self._host}:{self._port}"), ("content-type", "application/json")]
-        head = encode_head(f"POST {path} HTTP/1.1", [*fixed, ("content-length", str(len(body))), *headers])
-        await connection.send(head, body)
-        reading = asyncio.create_task(_receive(connection, received))
+        received.connection = await send_request(self._host, self._port, "POST", path, body, headers)
+        reading = asyncio.create_task(receive(received.connection, received))
         try:
             while not reading.done():
                 if leave_when is not None and leave_when(received.reply(0.0)):
@@ -190,30 +186,6 @@ class Site:
             reading.cancel()
             with suppress(asyncio.CancelledError, MessageError, OSError):
                 await reading
-
-
-@dataclass(slots=True)
-class _Received:
-    connection: Connection | None = None
-    status: int = 0
-    headers: tuple[tuple[str, str], ...] = ()
-    body: bytes = b""
-    ended: str = "cut"
-
-    def reply(self, seconds: float) -> Reply:
-        return Reply(self.status, self.headers, self.body, self.ended, seconds)  # pyright: ignore[reportArgumentType]
-
-
-async def _receive(connection: Connection, received: _Received) -> None:
-    head = await connection.read_head()
-    if head is None:
-        raise ConnectionEnded("closed without an answer")
-    received.status, received.headers = head.status, head.headers
-    async for part in connection.iterate_body(head, until_close=True):
-        received.body += part
-        if len(received.body) > _MAX_REPLY_BYTES:
-            raise TooLong("the answer")
-    received.ended = "whole"
 
 
 @dataclass(slots=True)

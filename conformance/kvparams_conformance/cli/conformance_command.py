@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Final
 
 from kvparams_conformance.checks import Check, select_checks
+from kvparams_conformance.engine_checks import engine_checks
+from kvparams_conformance.engine_site import Engine, first_model
 from kvparams_conformance.proxy_checks import proxy_checks
 from kvparams_conformance.proxy_runs import carrier_of, write_signing_keys
 from kvparams_conformance.reports.files import write_html, write_json, write_junit
 from kvparams_conformance.reports.model import Report, make_report
 from kvparams_conformance.reports.table import write_table
 from kvparams_conformance.requirements import Specification, UnknownProfile, load_specification
-from kvparams_conformance.runner import Result, run_proxy_checks
+from kvparams_conformance.runner import Result, run_engine_checks, run_proxy_checks
 from kvparams_conformance.site import Under
 
 __all__ = ["COMMAND"]
@@ -61,18 +63,28 @@ class ConformanceCommand:
         )
         proxy.add_argument("--lanes", type=int, default=3, metavar="N", help="proxies that run beside one another (3)")
         _add_common(proxy, "store-proxy")
+        engine = subjects.add_parser("engine", help="test an engine that runs")
+        engine.add_argument("url", metavar="URL", nargs="?", help="the URL of the engine")
+        engine.add_argument("--model", metavar="NAME", help="the model to ask for (the first of /v1/models)")
+        engine.add_argument("--role", choices=("prefill", "decode", "both"), default="both", help="what it does (both)")
+        engine.add_argument("--instance", metavar="NAME", help="the engine's own name in the deployment")
+        engine.add_argument("--keys", type=Path, metavar="FILE", help="the file of the keys that it believes")
+        engine.add_argument("--audience", default="pool", metavar="NAME", help="the pool that it belongs to (pool)")
+        _add_common(engine, "engine")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the checks, and write the reports."""
         specification = load_specification()
         if arguments.explain is not None:
-            return _explain(specification, proxy_checks(), arguments.explain)
+            return _explain(specification, [*proxy_checks(), *engine_checks()], arguments.explain)
         profiles = tuple(arguments.profile or [arguments.default_profile])
         try:
             for name in profiles:
                 specification.profile(name, arguments.subject)
         except UnknownProfile as error:
             return _usage(str(error))
+        if arguments.subject == "engine":
+            return _run_engine(arguments, profiles, specification)
         return _run_proxy(arguments, profiles, specification)
 
 
@@ -123,6 +135,30 @@ def _run_proxy(arguments: argparse.Namespace, profiles: tuple[str, ...], specifi
         results = asyncio.run(run_proxy_checks(checks, under, arguments.lanes))
     target = arguments.start or arguments.url
     return _finish(arguments, profiles, specification, target, results, time.monotonic() - begun)
+
+
+def _run_engine(arguments: argparse.Namespace, profiles: tuple[str, ...], specification: Specification) -> int:
+    checks = select_checks(engine_checks(), profiles, tuple(arguments.only))
+    if arguments.list:
+        return _list(checks)
+    if arguments.url is None:
+        return _usage("give the URL of the engine")
+    if not checks:
+        return _usage("no check has this profile and this --only")
+    begun = time.monotonic()
+    model = arguments.model or asyncio.run(first_model(arguments.url))
+    if model is None:
+        return _usage(f"{arguments.url}/v1/models does not answer with a model; is the engine up? See also --model")
+    engine = Engine(
+        url=arguments.url,
+        model=model,
+        role=arguments.role,
+        instance=arguments.instance,
+        keys=arguments.keys,
+        audience=arguments.audience,
+    )
+    results = asyncio.run(run_engine_checks(checks, engine))
+    return _finish(arguments, profiles, specification, arguments.url, results, time.monotonic() - begun)
 
 
 def _finish(
