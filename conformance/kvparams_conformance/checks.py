@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Check", "CheckFailed", "Checks", "NotJudged", "Verdict", "expect", "select_checks"]
+__all__ = ["Check", "CheckFailed", "Checks", "NotJudged", "Result", "Verdict", "expect", "select_checks"]
 
 Verdict = Literal["pass", "fail", "choice", "skip", "error"]
 """`choice`: the program does something else where the protocol lets it. `error`: the check could not be judged."""
@@ -39,6 +39,18 @@ class Check:
     def id(self) -> str:
         """Returns the name by which `--only` selects the check."""
         return f"{self.requirement}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The verdict on one check."""
+
+    check: Check
+    verdict: Verdict
+    message: str
+    sent: str
+    seen: str
+    seconds: float
 
 
 class Checks:

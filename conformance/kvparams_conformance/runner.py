@@ -7,15 +7,14 @@ running behind.
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from kvparams_conformance.checks import Check, CheckFailed, NotJudged, Verdict
+from kvparams_conformance.checks import Check, CheckFailed, NotJudged, Result, Verdict
 from kvparams_conformance.engine_site import Engine, EngineTrial
 from kvparams_conformance.program import StartFailed
 from kvparams_conformance.site import Site, Trial, Under
 
-__all__ = ["Result", "run_engine_checks", "run_proxy_checks"]
+__all__ = ["run_engine_checks", "run_proxy_checks"]
 
 CHECK_S: Final = 20.0
 """The longest time of one check."""
@@ -28,18 +27,6 @@ _NOT_SETTLED: Final[tuple[Verdict, str]] = (
 )
 _STARTS: Final = 4
 """How often one lane's proxy is started, if it ends by itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The verdict on one check."""
-
-    check: Check
-    verdict: Verdict
-    message: str
-    sent: str
-    seen: str
-    seconds: float
 
 
 class _Lane:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from kvparams_conformance.checks import Check, select_checks
+from kvparams_conformance.checks import Check, Result, select_checks
 from kvparams_conformance.engine_checks import engine_checks
 from kvparams_conformance.engine_site import Engine, first_model
 from kvparams_conformance.proxy_checks import proxy_checks
@@ -18,8 +18,9 @@ from kvparams_conformance.reports.files import write_html, write_json, write_jun
 from kvparams_conformance.reports.model import Report, make_report
 from kvparams_conformance.reports.table import write_table
 from kvparams_conformance.requirements import Specification, UnknownProfile, load_specification
-from kvparams_conformance.runner import Result, run_engine_checks, run_proxy_checks
+from kvparams_conformance.runner import run_engine_checks, run_proxy_checks
 from kvparams_conformance.site import Under
+from kvparams_conformance.store_suite import SuiteFailed, run_store_suite
 
 __all__ = ["COMMAND"]
 
@@ -71,6 +72,15 @@ class ConformanceCommand:
         engine.add_argument("--keys", type=Path, metavar="FILE", help="the file of the keys that it believes")
         engine.add_argument("--audience", default="pool", metavar="NAME", help="the pool that it belongs to (pool)")
         _add_common(engine, "engine")
+        store = subjects.add_parser("store", help="test a store (needs pip install 'kvparams[conformance]')")
+        store.add_argument(
+            "url",
+            metavar="URL|PKG.MOD:FACTORY",
+            nargs="?",
+            help="the store; in a URL, {folder} stands for an empty folder and {name} for a new name for each test",
+        )
+        store.add_argument("--timeout", type=float, default=300.0, metavar="S", help="the longest time (300)")
+        _add_common(store, "store")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the checks, and write the reports."""
@@ -85,6 +95,8 @@ class ConformanceCommand:
             return _usage(str(error))
         if arguments.subject == "engine":
             return _run_engine(arguments, profiles, specification)
+        if arguments.subject == "store":
+            return _run_store(arguments, profiles, specification)
         return _run_proxy(arguments, profiles, specification)
 
 
@@ -158,6 +170,19 @@ def _run_engine(arguments: argparse.Namespace, profiles: tuple[str, ...], specif
         audience=arguments.audience,
     )
     results = asyncio.run(run_engine_checks(checks, engine))
+    return _finish(arguments, profiles, specification, arguments.url, results, time.monotonic() - begun)
+
+
+def _run_store(arguments: argparse.Namespace, profiles: tuple[str, ...], specification: Specification) -> int:
+    if arguments.url is None:
+        return _usage("give the URL of the store, or package.module:factory")
+    begun = time.monotonic()
+    try:
+        results = run_store_suite(arguments.url, arguments.timeout)
+    except SuiteFailed as error:
+        return _usage(str(error))
+    chosen = {check.id for check in select_checks((one.check for one in results), profiles, tuple(arguments.only))}
+    results = [one for one in results if one.check.id in chosen]
     return _finish(arguments, profiles, specification, arguments.url, results, time.monotonic() - begun)
 
 

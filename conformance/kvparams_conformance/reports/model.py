@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from kvparams_conformance.checks import Verdict
+from kvparams_conformance.checks import Result, Verdict
 from kvparams_conformance.requirements import Specification
-from kvparams_conformance.runner import Result
 
 __all__ = ["Line", "Report", "make_report"]
 
