@@ -106,7 +106,7 @@ def chunk(leg: Leg, text: str, finish: str | None = None, **members: object) -> 
     choice |= {"delta": {"content": text}} if is_chat else {"text": text}
     kind = "chat.completion.chunk" if is_chat else "text_completion"
     made = {"id": f"cmpl-{leg.engine}", "object": kind, "created": 1, "model": "m", "choices": [choice], **members}
-    return f"data: {json.dumps(made)}\n\n"
+    return f"data: {json.dumps(made, ensure_ascii=False)}\n\n"
 
 
 def stream(

@@ -5,8 +5,9 @@ import struct
 from hashlib import sha256
 from typing import Any, Final
 
+from kvparams import TokenPrefix
 from kvparams_conformance.answers import prefill_answer
-from kvparams_conformance.checks import Checks, expect
+from kvparams_conformance.checks import CheckFailed, Checks, expect
 from kvparams_conformance.conversation import Answer, Leg
 from kvparams_conformance.proxy_checks.helpers import (
     DOCUMENT,
@@ -173,9 +174,12 @@ async def check_digest(trial: Trial) -> None:
     body = dump({"model": MODEL, "prompt": ids, "max_tokens": 8})
     wanted = "sha256:" + sha256(struct.pack(f"<{len(ids)}I", *ids)).hexdigest()
     for leg in expect_answered(talk, await trial.ask(talk, body)):
-        prefix = parse_document(leg).prefix
-        expect(prefix is not None, f"{leg.engine} was sent no `prefix`")
-        assert prefix is not None
+        found: object = leg.document.get("prefix")
+        expect(found is not None, f"{leg.engine} was sent no `prefix`")
+        try:
+            prefix = TokenPrefix.model_validate(found)
+        except ValueError:
+            raise CheckFailed(f"{leg.engine} was sent a `prefix` that breaks the protocol") from None
         expect(prefix.count == len(ids), f"`count` is {prefix.count} for {len(ids)} ids")
         expect(prefix.digest == wanted, f"the digest is {prefix.digest} instead of {wanted}")
 

@@ -176,7 +176,7 @@ async def check_bounded_tries(trial: Trial) -> None:
 @CHECKS.add(
     "17.17",
     "flood",
-    sends="a prefill answer of 512 MiB",
+    sends="a prefill answer of 128 MiB",
     expects="the proxy closes it, and the client gets a 5xx or the answer of another try",
     profiles=(STORE, NIXL),
     isolated=True,

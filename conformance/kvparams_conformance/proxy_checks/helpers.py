@@ -1,6 +1,6 @@
 """Holds what the checks of proxies share: the profiles, and steps that many of them take."""
 
-from typing import Any, Final, cast
+from typing import Final
 
 from kvparams import InvalidParams, KVTransferParams, parse
 from kvparams_conformance.checks import CheckFailed, expect
@@ -60,11 +60,10 @@ def expect_unseen(legs: list[Leg], *texts: str) -> None:
 
 def parse_document(leg: Leg) -> KVTransferParams:
     """Returns the document of a leg."""
-    found = leg.carrier.get("kvparams")
-    if not isinstance(found, dict):
+    if not leg.document:
         raise CheckFailed(f"the leg to {leg.engine} carries no document")
     try:
-        return parse(cast("dict[str, Any]", found))
+        return parse(leg.document)
     except InvalidParams as error:
         problems = "; ".join(map(str, error.problems))
         raise CheckFailed(f"the document sent to {leg.engine} breaks the protocol: {shorten(problems)}") from None

@@ -12,7 +12,6 @@ from kvparams_conformance.proxy_checks.helpers import (
     expect_answered,
     expect_refused,
     expect_unseen,
-    parse_document,
 )
 from kvparams_conformance.raw_json import dump
 from kvparams_conformance.site import Trial
@@ -181,8 +180,8 @@ async def check_handed_on(trial: Trial) -> None:
 @CHECKS.add(
     "5.1",
     "null",
-    sends="a prefill_result whose `prefix` is null, and whose `producer` has a null `incarnation` and no `address`",
-    expects="decode is told the nulls, and no `address`",
+    sends="a prefill_result with null members, and one without `load_keys`",
+    expects="decode is told the nulls, and no `load_keys`",
     profiles=DOCUMENT,
 )
 async def check_null(trial: Trial) -> None:
@@ -193,6 +192,9 @@ async def check_null(trial: Trial) -> None:
     expect(told == {"id": "p-own", "incarnation": None}, f"decode was told `producer` {told!r}")
     for name in ("prefix", "load_keys"):
         expect(decode.document.get(name, ...) is None, f"decode was told `{name}` {decode.document.get(name, 'absent')!r}")
+    talk = _answering(trial, load_keys=...)
+    _, decode = expect_answered(talk, await trial.ask(talk))
+    expect("load_keys" not in decode.document, "decode was told `load_keys`, which prefill has left out")
 
 
 @CHECKS.add(
@@ -225,7 +227,7 @@ async def check_empty_keys(trial: Trial) -> None:
         talk = _answering(trial, load_keys=keys)
         prefill, decode = expect_answered(talk, await trial.ask(talk))
         expect(not decode.document.get("load_keys"), "decode was told keys that prefill has not named")
-        expect(parse_document(decode).transfer.id == prefill.transfer_id, "decode was told another transfer")
+        expect(decode.transfer_id == prefill.transfer_id, "decode was told another transfer")
 
 
 @CHECKS.add(

@@ -200,7 +200,7 @@ async function relay(answered, response, kv) {
     const end = rest.lastIndexOf(10) + 1; // whole lines, so that no character is cut
     for (const line of rest.subarray(0, end).toString().split(/(?<=\n)/)) {
       isDone ||= /^data: ?\[DONE\]/.test(line);
-      const event = /^data: ?(\{.*)\r?\n$/.exec(line);
+      const event = /^data: ?(\{[^]*)\r?\n$/.exec(line);
       response.write(event ? `data: ${corrected(parseJson(event[1]), kv)}\n` : line);
     }
     rest = rest.subarray(end);
