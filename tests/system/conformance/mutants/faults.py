@@ -1,7 +1,6 @@
 """Describes single-fault mutants of a proxy, and runs the conformance kit on one."""
 
 import asyncio
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -45,7 +44,7 @@ def copy_with_fault(mutant: Mutant, source: Path, target: Path) -> None:
     Raises:
         ValueError: a text that shall be replaced is not there exactly once.
     """
-    shutil.copytree(source, target, copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
     path = target / mutant.file
     text = path.read_text()
     for before, after in mutant.changes:
