@@ -80,7 +80,9 @@ class EngineTrial:
         if carrier is not ...:
             body["kv_transfer_params"] = carrier
         found = _document(carrier).get("request_id") if isinstance(carrier, Mapping) else None
-        headers = [("x-request-id", found)] if isinstance(found, str) and 0 < len(found) < 200 and found.isascii() else []
+        headers = (
+            [("x-request-id", found)] if isinstance(found, str) and 0 < len(found) < 200 and found.isascii() else []
+        )
         return await self.send("/v1/completions", dump(body), headers=headers)
 
     async def ask_for_prefill(self, document: Mapping[str, object], **members: object) -> Reply:

@@ -61,7 +61,9 @@ def _skip(text: str, at: int) -> int:
 def replace_members(body: bytes, **values: object) -> bytes:
     """Returns an object with some members replaced or added, and the others as they are written."""
     kept = [member.text for member in split_members(body) if member.name not in values]
-    return ("{" + ",".join([*kept, *(f"{json.dumps(name)}:{json.dumps(values[name])}" for name in values)]) + "}").encode()
+    return (
+        "{" + ",".join([*kept, *(f"{json.dumps(name)}:{json.dumps(values[name])}" for name in values)]) + "}"
+    ).encode()
 
 
 def dump(value: object) -> bytes:

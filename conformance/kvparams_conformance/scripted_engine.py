@@ -191,5 +191,3 @@ def _whole(answer: Answer) -> tuple[bytes, bytes]:
 
 def _reason(status: int) -> str:
     return "OK" if status < 300 else "Error"
-
-

@@ -21,7 +21,6 @@ from kvparams_conformance.scripted_engine import MODEL, TAG, ScriptedEngine
 __all__ = ["Site", "Trial", "Under"]
 
 
-
 @dataclass(frozen=True, slots=True)
 class Under:
     """The proxy under test: how it is started, or where it runs."""
@@ -119,9 +118,7 @@ class Site:
             self._by_transfer[transfer] = talk
         return talk
 
-    def begin(
-        self, prefill: Responder | None, decode: Responder | None, control: Responder | None
-    ) -> Conversation:
+    def begin(self, prefill: Responder | None, decode: Responder | None, control: Responder | None) -> Conversation:
         """Registers a conversation of its own tag. A role without a script answers as a conforming engine does."""
         number = next(self._numbers)
         talk = Conversation(f"kvc{token_hex(5)}x", 40_000_00000 + number, _never, _never, _never)
@@ -222,9 +219,7 @@ class Trial:
         """
         if body is None:
             body = dump({"model": MODEL, "prompt": f"{talk.tag} Who?", "max_tokens": 8, **members})
-        return await self.site.ask(
-            talk, body, path=path, headers=headers, timeout_s=timeout_s, leave_when=leave_when
-        )
+        return await self.site.ask(talk, body, path=path, headers=headers, timeout_s=timeout_s, leave_when=leave_when)
 
     def evidence(self) -> tuple[str, str]:
         """Returns what was sent and what was seen."""

@@ -106,7 +106,11 @@ def _add_common(parser: argparse.ArgumentParser, profile: str) -> None:
         "--profile", action="append", metavar="NAME", help=f"the profile to test; repeat for several ({profile})"
     )
     parser.add_argument(
-        "--only", action="append", default=[], metavar="ID", help="run only this requirement (12.1) or check (12.1/nested)"
+        "--only",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="run only this requirement (12.1) or check (12.1/nested)",
     )
     parser.add_argument("--explain", metavar="NUMBER", help="print a requirement and its checks, and test nothing")
     parser.add_argument("--list", action="store_true", help="list the checks, and test nothing")

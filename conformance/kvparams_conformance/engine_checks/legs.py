@@ -38,10 +38,18 @@ async def check_models(trial: EngineTrial) -> None:
     reply = await trial.send("/v1/models", None, method="GET")
     expect(reply.status == 200 and reply.json.get("data"), f"the status is {reply.status}, or no model is listed")
     told = reply.json.get("kvparams_versions")
-    expect(isinstance(told, list) and any(str(one).startswith("1.") for one in cast("list[Any]", told)), f"`kvparams_versions` is {told!r}")
+    expect(
+        isinstance(told, list) and any(str(one).startswith("1.") for one in cast("list[Any]", told)),
+        f"`kvparams_versions` is {told!r}",
+    )
 
 
-@_add("18.5", "ordinary", "requests without a document, and with `kv_transfer_params` null", "they are answered, without a document")
+@_add(
+    "18.5",
+    "ordinary",
+    "requests without a document, and with `kv_transfer_params` null",
+    "they are answered, without a document",
+)
 async def check_ordinary(trial: EngineTrial) -> None:
     """Sends ordinary requests."""
     for carrier in (..., None, {}):
@@ -57,7 +65,12 @@ async def check_null_text(trial: EngineTrial) -> None:
     expect(reply.status == 200, f"the status is {reply.status}")
 
 
-@_add("18.3", "prefill-result", "a prefill leg", "a valid `prefill_result` with the leg's `request_id`, `transfer` and `mode`")
+@_add(
+    "18.3",
+    "prefill-result",
+    "a prefill leg",
+    "a valid `prefill_result` with the leg's `request_id`, `transfer` and `mode`",
+)
 async def check_prefill_result(trial: EngineTrial) -> None:
     """Sends a prefill leg."""
     trial.needs("prefill")
@@ -81,7 +94,11 @@ async def check_text(trial: EngineTrial) -> None:
 async def check_later(trial: EngineTrial) -> None:
     """Sends a document of a later minor version."""
     trial.needs("prefill")
-    _result(await trial.ask_for_prefill(trial.document(version="1.9", tier={"a": [1, None]}, extensions={"com.example.x": {"y": 1}})))
+    _result(
+        await trial.ask_for_prefill(
+            trial.document(version="1.9", tier={"a": [1, None]}, extensions={"com.example.x": {"y": 1}})
+        )
+    )
 
 
 @_add("5.3", "unknown", "a leg of 1.0 with unknown members, nulls and an extension", "it is accepted")
@@ -101,7 +118,12 @@ async def check_trio_beside(trial: EngineTrial) -> None:
     expect(_result(await trial.ask(carrier, max_tokens=1)).phase == "prefill_result", "the trio was read")
 
 
-@_add("3.10", "recompute", "a decode leg with keys that nobody has stored, and `on_load_failure` `recompute`", "it is answered like an ordinary request")
+@_add(
+    "3.10",
+    "recompute",
+    "a decode leg with keys that nobody has stored, and `on_load_failure` `recompute`",
+    "it is answered like an ordinary request",
+)
 async def check_recompute(trial: EngineTrial) -> None:
     """Promises KV that is not there."""
     trial.needs("decode")
@@ -122,24 +144,38 @@ async def check_fail(trial: EngineTrial) -> None:
     expect(reply.status >= 400, f"the status is {reply.status}: the promised KV was computed anew")
 
 
-@_add("8.6", "prefix", "a decode leg whose `prefix` is of other token ids than the prompt", "the answer is that of an ordinary request, or an error")
+@_add(
+    "8.6",
+    "prefix",
+    "a decode leg whose `prefix` is of other token ids than the prompt",
+    "the answer is that of an ordinary request, or an error",
+)
 async def check_prefix(trial: EngineTrial) -> None:
     """Names another prompt."""
     trial.needs("decode")
     prompt = trial.prompt()
     document = trial.document("decode", prefix={"count": 3, "ids": [1, 2, 3]}, on_load_failure="recompute")
     reply, plain = await trial.ask({"kvparams": document}, prompt=prompt), await trial.ask(prompt=prompt)
-    expect(reply.status >= 400 or _text(reply) == _text(plain), f"the answers are {_text(reply)!r} and {_text(plain)!r}")
+    expect(
+        reply.status >= 400 or _text(reply) == _text(plain), f"the answers are {_text(reply)!r} and {_text(plain)!r}"
+    )
 
 
-@_add("12.3", "salts", "one prompt three times: twice under one salt, then under another", "the third counts no cached tokens")
+@_add(
+    "12.3",
+    "salts",
+    "one prompt three times: twice under one salt, then under another",
+    "the third counts no cached tokens",
+)
 async def check_salts(trial: EngineTrial) -> None:
     """Looks whether KV is shared between salts."""
     trial.needs("prefill")
     prompt = trial.prompt(60)
     cached: list[int] = []
     for salt in ("salt-a", "salt-a", "salt-b"):
-        reply = await trial.ask_for_prefill(trial.document(isolation={"cache_salt": salt}), prompt=prompt, cache_salt=salt)
+        reply = await trial.ask_for_prefill(
+            trial.document(isolation={"cache_salt": salt}), prompt=prompt, cache_salt=salt
+        )
         _result(reply)
         cached.append(((reply.json.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
     if not cached[1]:
@@ -147,7 +183,12 @@ async def check_salts(trial: EngineTrial) -> None:
     expect(cached[2] <= cached[0], f"{cached[2]} tokens came from the KV of another salt")
 
 
-@_add("12.3", "foreign-salt", "a document whose salt is not that of the request", "an error, or an answer without KV of either salt")
+@_add(
+    "12.3",
+    "foreign-salt",
+    "a document whose salt is not that of the request",
+    "an error, or an answer without KV of either salt",
+)
 async def check_foreign_salt(trial: EngineTrial) -> None:
     """Contradicts the request's salt."""
     trial.needs("prefill")
@@ -160,7 +201,12 @@ async def check_foreign_salt(trial: EngineTrial) -> None:
         expect(not result.get("load_keys"), "KV was stored although the salts differ")
 
 
-@_add("4.4", "unknown-transfer", "`release` and `cancel` of a transfer that nobody has begun", "200 and an object, at once")
+@_add(
+    "4.4",
+    "unknown-transfer",
+    "`release` and `cancel` of a transfer that nobody has begun",
+    "200 and an object, at once",
+)
 async def check_unknown_transfer(trial: EngineTrial) -> None:
     """Releases nothing."""
     for phase in ("release", "cancel"):
@@ -184,7 +230,12 @@ async def check_release(trial: EngineTrial) -> None:
         expect(reply.body.strip()[:1] == b"{", "the answer is no object")
 
 
-@_add("3.14", "address", "legs whose `producer.address`, or whose `producer.id`, is an address where the kit listens", "nobody connects to it")
+@_add(
+    "3.14",
+    "address",
+    "legs whose `producer.address`, or whose `producer.id`, is an address where the kit listens",
+    "nobody connects to it",
+)
 async def check_address(trial: EngineTrial) -> None:
     """Listens at an address that the engine's configuration does not allow."""
     came: list[object] = []

@@ -34,7 +34,12 @@ def _refused(requirement: str, name: str, sends: str, *cases: Mapping[str, objec
 
 
 _T: Final = {"id": "t-1", "attempt": 1}
-_refused("3.2", "missing", "documents without each required member", *({name: ...} for name in ("version", "request_id", "transfer", "phase", "mode")))
+_refused(
+    "3.2",
+    "missing",
+    "documents without each required member",
+    *({name: ...} for name in ("version", "request_id", "transfer", "phase", "mode")),
+)
 _refused(
     "3.3",
     "types",
@@ -59,27 +64,72 @@ _refused(
     {"lease": {"ttl_ms": 86_400_001}},
     {"load_keys": ["k" * 129]},
 )
-_refused("3.5", "usage", "a document that counts more cached tokens than tokens", {"usage": {"prompt_tokens": 1, "cached_tokens": 2}})
-_refused("5.4", "critical", "a document whose `must_understand` names an unknown member", {"must_understand": ["encryption"]}, {"must_understand": ["lease.renew"], "lease": {"ttl_ms": 1, "renew": True}})
-_refused("6.2", "version", "documents of the versions 2.0, 0.9, 1, 1.10000 and 01.0", *({"version": one} for one in ("2.0", "0.9", "1", "1.10000", "01.0")))
-_refused("18.2", "phase", "legs with the phase `prefill_result`, `decode_result`, and one that no version has", *({"phase": one} for one in ("prefill_result", "decode_result", "warm")))
-_refused("12.4", "size", "a document with 257 members, and one with 65,537 keys", {f"m{number}": 1 for number in range(257)}, {"load_keys": ["k"] * 65537})
+_refused(
+    "3.5",
+    "usage",
+    "a document that counts more cached tokens than tokens",
+    {"usage": {"prompt_tokens": 1, "cached_tokens": 2}},
+)
+_refused(
+    "5.4",
+    "critical",
+    "a document whose `must_understand` names an unknown member",
+    {"must_understand": ["encryption"]},
+    {"must_understand": ["lease.renew"], "lease": {"ttl_ms": 1, "renew": True}},
+)
+_refused(
+    "6.2",
+    "version",
+    "documents of the versions 2.0, 0.9, 1, 1.10000 and 01.0",
+    *({"version": one} for one in ("2.0", "0.9", "1", "1.10000", "01.0")),
+)
+_refused(
+    "18.2",
+    "phase",
+    "legs with the phase `prefill_result`, `decode_result`, and one that no version has",
+    *({"phase": one} for one in ("prefill_result", "decode_result", "warm")),
+)
+_refused(
+    "12.4",
+    "size",
+    "a document with 257 members, and one with 65,537 keys",
+    {f"m{number}": 1 for number in range(257)},
+    {"load_keys": ["k"] * 65537},
+)
 
 
-@CHECKS.add("2.5", "carrier", sends="`kv_transfer_params` that is a list, a number, or text that spells neither object nor null", expects="the status 400", profiles=_PROFILES)
+@CHECKS.add(
+    "2.5",
+    "carrier",
+    sends="`kv_transfer_params` that is a list, a number, or text that spells neither object nor null",
+    expects="the status 400",
+    profiles=_PROFILES,
+)
 async def check_carrier(trial: EngineTrial) -> None:
     """Sends what is no carrier."""
     for carrier in ([], 7, True, "[]", "{", "nul"):
         _expect_refused(await trial.ask(carrier), repr(carrier))
 
 
-@CHECKS.add("2.1", "document-as-text", sends="a document that is text inside `kv_transfer_params`", expects="the status 400", profiles=_PROFILES)
+@CHECKS.add(
+    "2.1",
+    "document-as-text",
+    sends="a document that is text inside `kv_transfer_params`",
+    expects="the status 400",
+    profiles=_PROFILES,
+)
 async def check_document_as_text(trial: EngineTrial) -> None:
     """Sends the document as text."""
     _expect_refused(await trial.ask({"kvparams": json.dumps(trial.document())}), "a document as text")
 
 
-@CHECKS.add("3.1", "json", sends="`kv_transfer_params` as text with a name twice, with NaN, and with half a surrogate pair", expects="the status 400", profiles=_PROFILES)
+@CHECKS.add(
+    "3.1",
+    "json",
+    sends="`kv_transfer_params` as text with a name twice, with NaN, and with half a surrogate pair",
+    expects="the status 400",
+    profiles=_PROFILES,
+)
 async def check_json(trial: EngineTrial) -> None:
     """Sends text that two parsers read differently."""
     text = json.dumps({"kvparams": trial.document()})
@@ -87,7 +137,13 @@ async def check_json(trial: EngineTrial) -> None:
         _expect_refused(await trial.ask(wrong), wrong[:20])
 
 
-@CHECKS.add("3.12", "depth", sends="`kv_transfer_params` as text with 100,000 levels", expects="the status 400, within two seconds", profiles=_PROFILES)
+@CHECKS.add(
+    "3.12",
+    "depth",
+    sends="`kv_transfer_params` as text with 100,000 levels",
+    expects="the status 400, within two seconds",
+    profiles=_PROFILES,
+)
 async def check_depth(trial: EngineTrial) -> None:
     """Sends what a recursive reader falls over."""
     reply = await trial.ask('{"a":' + "[" * 100_000 + "]" * 100_000 + "}")
@@ -95,7 +151,13 @@ async def check_depth(trial: EngineTrial) -> None:
     expect(reply.seconds < 2, f"it took {reply.seconds:.1f} s")
 
 
-@CHECKS.add("18.2", "error", sends="a document without `version`", expects="an error whose `param` is `kv_transfer_params` or begins with it and a dot", profiles=_PROFILES)
+@CHECKS.add(
+    "18.2",
+    "error",
+    sends="a document without `version`",
+    expects="an error whose `param` is `kv_transfer_params` or begins with it and a dot",
+    profiles=_PROFILES,
+)
 async def check_error(trial: EngineTrial) -> None:
     """Reads the error."""
     reply = await trial.ask({"kvparams": trial.document(version=...)}, max_tokens=1)
@@ -106,14 +168,21 @@ async def check_error(trial: EngineTrial) -> None:
     expect(isinstance(error.get("message"), str), "there is no `message`")
 
 
-@CHECKS.add("1.1", "vectors", sends="every invalid document of the vectors", expects="the status 400", profiles=_PROFILES)
+@CHECKS.add(
+    "1.1", "vectors", sends="every invalid document of the vectors", expects="the status 400", profiles=_PROFILES
+)
 async def check_vectors(trial: EngineTrial) -> None:
     """Sends the vectors that a document can be sent with."""
     cases = list(_invalid_documents())
     if not cases:
         raise NotJudged("the vectors are not installed")
     for name, document in cases:
-        body = {"model": trial.engine.model, "prompt": "p", "max_tokens": 1, "kv_transfer_params": {"kvparams": document}}
+        body = {
+            "model": trial.engine.model,
+            "prompt": "p",
+            "max_tokens": 1,
+            "kv_transfer_params": {"kvparams": document},
+        }
         _expect_refused(await trial.send("/v1/completions", dump(body)), name)
 
 

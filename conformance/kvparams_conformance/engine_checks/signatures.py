@@ -32,7 +32,9 @@ def _expect_refused(reply: Reply, reason: str | None) -> None:
     expect(reply.status == 400, f"the status is {reply.status}")
     said = str((reply.json.get("error") or {}).get("message")).lower()
     named = [one for one in _REASONS if f"[{one}]" in said]
-    expect(reason is None or not named or named == [reason], f"the engine names the reason {named}, and it is {reason!r}")
+    expect(
+        reason is None or not named or named == [reason], f"the engine names the reason {named}, and it is {reason!r}"
+    )
 
 
 def _expect_accepted(reply: Reply) -> None:
@@ -126,7 +128,12 @@ async def check_clocks(trial: EngineTrial) -> None:
     _expect_refused(await _ask(trial, late), None)
 
 
-@_add("13.9", "replayed", "one signed leg twice, one after the other and side by side", "one is accepted, the others get 400")
+@_add(
+    "13.9",
+    "replayed",
+    "one signed leg twice, one after the other and side by side",
+    "one is accepted, the others get 400",
+)
 async def check_replayed(trial: EngineTrial) -> None:
     """Sends the same bytes again."""
     carrier, prompt = sign(trial.engine, trial.document()), trial.prompt()
@@ -138,7 +145,12 @@ async def check_replayed(trial: EngineTrial) -> None:
     expect(statuses == [200, 400, 400, 400], f"the statuses are {statuses}")
 
 
-@_add("13.10", "refused-nonce", "a forged document, then the one that it was made from", "the second is accepted: a refusal uses up no nonce")
+@_add(
+    "13.10",
+    "refused-nonce",
+    "a forged document, then the one that it was made from",
+    "the second is accepted: a refusal uses up no nonce",
+)
 async def check_refused_nonce(trial: EngineTrial) -> None:
     """Spoils a document before it arrives."""
     carrier = sign(trial.engine, trial.document(load_keys=["k1"]))
@@ -147,7 +159,9 @@ async def check_refused_nonce(trial: EngineTrial) -> None:
     _expect_accepted(await _ask(trial, carrier))
 
 
-@_add("13.14", "prompt-ids", "`prompt_token_ids` beside a document without a `prefix`, and with one of other ids", "400")
+@_add(
+    "13.14", "prompt-ids", "`prompt_token_ids` beside a document without a `prefix`, and with one of other ids", "400"
+)
 async def check_prompt_ids(trial: EngineTrial) -> None:
     """Sends ids that the signature does not cover."""
     for changes in ({}, {"prefix": {"count": 3, "ids": [1, 2, 3]}}):

@@ -40,7 +40,11 @@ def _odd_body(tag: str, *, stream: bool = False) -> bytes:
     """Returns a body that no writer of JSON makes like this: what is written anew is another text."""
     told = '"stream" :true , ' if stream else ""
     return (
-        '{ "model" : "m",\t"prompt": "' + tag + ' \\u0057ho\\/?\\ud83d\\ude00 ü" ,\n"max_tokens":8, ' + told + '"temperature": 0.50,'
+        '{ "model" : "m",\t"prompt": "'
+        + tag
+        + ' \\u0057ho\\/?\\ud83d\\ude00 ü" ,\n"max_tokens":8, '
+        + told
+        + '"temperature": 0.50,'
         '"x_number":1E+2 , "x_big":18446744073709551615,"x_deep":{"b":[ 1,2 ],"a":null} , "user":"\\u00e9" }'
     ).encode()
 
@@ -104,7 +108,9 @@ async def check_values(trial: Trial) -> None:
     members: dict[str, object] = {"temperature": 0.5, "seed": 9007199254740993, "top_k": 20}
     for leg in expect_answered(talk, await trial.ask(talk, **members)):
         for name, value in members.items():
-            expect(leg.json.get(name) == value, f"{leg.engine} was sent {name} {leg.json.get(name)!r} instead of {value!r}")
+            expect(
+                leg.json.get(name) == value, f"{leg.engine} was sent {name} {leg.json.get(name)!r} instead of {value!r}"
+            )
 
 
 @CHECKS.add(

@@ -87,7 +87,9 @@ async def check_one_transfer(trial: Trial) -> None:
     prefill, decode = expect_answered(talk, await trial.ask(talk))
     for name in ("request_id", "transfer"):
         told = prefill.document.get(name), decode.document.get(name)
-        expect(told[0] is not None and told[0] == told[1], f"`{name}` is {told[0]!r} at prefill and {told[1]!r} at decode")
+        expect(
+            told[0] is not None and told[0] == told[1], f"`{name}` is {told[0]!r} at prefill and {told[1]!r} at decode"
+        )
 
 
 @CHECKS.add(
@@ -215,7 +217,10 @@ async def check_salt(trial: Trial) -> None:
     for leg in expect_answered(talk, await trial.ask(talk, cache_salt="salt-of-tenant-9")):
         told = (leg.document.get("isolation") or {}).get("cache_salt")
         expect(leg.json.get("cache_salt"), f"{leg.engine} was sent no `cache_salt`")
-        expect(told == leg.json.get("cache_salt"), f"{leg.engine} was sent the salts {leg.json.get('cache_salt')!r} and {told!r}")
+        expect(
+            told == leg.json.get("cache_salt"),
+            f"{leg.engine} was sent the salts {leg.json.get('cache_salt')!r} and {told!r}",
+        )
     talk = trial.talk()
     for leg in expect_answered(talk, await trial.ask(talk)):
         told = (leg.document.get("isolation") or {}).get("cache_salt")

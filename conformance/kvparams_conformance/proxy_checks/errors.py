@@ -235,7 +235,12 @@ async def _expect_no_leg(trial: Trial, talk: Conversation, body: bytes) -> None:
 
 _hostile("no-json", "what is no JSON, or no object", profiles=ALL, keys=("cut", "more", "list"))
 _hostile("key-twice", "a body in which a key stands twice", profiles=ALL, keys=("twice",))
-_hostile("numbers", "a body with NaN, and one with a number that no double holds", profiles=(STORE,), keys=("nan", "infinity"))
+_hostile(
+    "numbers",
+    "a body with NaN, and one with a number that no double holds",
+    profiles=(STORE,),
+    keys=("nan", "infinity"),
+)
 _hostile("surrogate", "a body with half a surrogate pair", profiles=(STORE,), keys=("surrogate",))
 
 

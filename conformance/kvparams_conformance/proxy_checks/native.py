@@ -25,7 +25,9 @@ async def check_prefill_keys(trial: Trial) -> None:
     talk = trial.talk()
     prefill, _ = expect_answered(talk, await trial.ask(talk))
     told = prefill.carrier
-    expect(told.get("do_remote_decode") is True, f"prefill was sent `do_remote_decode` {told.get('do_remote_decode')!r}")
+    expect(
+        told.get("do_remote_decode") is True, f"prefill was sent `do_remote_decode` {told.get('do_remote_decode')!r}"
+    )
     expect(not told.get("do_remote_prefill"), f"prefill was sent `do_remote_prefill` {told.get('do_remote_prefill')!r}")
     for name in ("remote_host", "remote_port", "remote_engine_id", "remote_block_ids"):
         expect(told.get(name) is None, f"prefill was sent `{name}` {told.get(name)!r}")
@@ -45,7 +47,9 @@ async def check_decode_keys(trial: Trial) -> None:
     prefill, decode = expect_answered(talk, await trial.ask(talk))
     for name, value in nixl_params(talk, prefill, **more).items():
         told = decode.carrier.get(name, ...)
-        expect(told == value, f"decode was sent `{name}` {'absent' if told is ... else repr(told)} instead of {value!r}")
+        expect(
+            told == value, f"decode was sent `{name}` {'absent' if told is ... else repr(told)} instead of {value!r}"
+        )
 
 
 @CHECKS.add(
@@ -60,7 +64,10 @@ async def check_unknown_keys(trial: Trial) -> None:
     later = {"a": [None, 1, "ü"]}
     talk = trial.talk(lambda leg: prefill_answer("nixl", talk, leg, x_later=later))
     _, decode = expect_answered(talk, await trial.ask(talk))
-    expect(decode.carrier.get("x_later") == later, f"decode was sent {decode.carrier.get('x_later')!r} instead of {later!r}")
+    expect(
+        decode.carrier.get("x_later") == later,
+        f"decode was sent {decode.carrier.get('x_later')!r} instead of {later!r}",
+    )
 
 
 @CHECKS.add(
@@ -76,7 +83,9 @@ async def check_meeting_place(trial: Trial) -> None:
     prefill, decode = expect_answered(talk, await trial.ask(talk))
     for name in ("bootstrap_host", "bootstrap_room"):
         told = prefill.json.get(name), decode.json.get(name)
-        expect(told[0] is not None and told[0] == told[1], f"`{name}` is {told[0]!r} at prefill and {told[1]!r} at decode")
+        expect(
+            told[0] is not None and told[0] == told[1], f"`{name}` is {told[0]!r} at prefill and {told[1]!r} at decode"
+        )
     ports = {leg.json.get("bootstrap_port") for leg in (prefill, decode)}
     expect(len(ports) == 1, f"`bootstrap_port` is {ports}")
 
@@ -95,6 +104,8 @@ async def check_rooms(trial: Trial) -> None:
         talk = trial.talk()
         prefill, _ = expect_answered(talk, await trial.ask(talk))
         rooms.append(prefill.json.get("bootstrap_room"))
-    expect(all(type(room) is int and 0 < room <= _MAX_ROOM for room in rooms), f"a room is no such integer: {rooms[:3]}")
+    expect(
+        all(type(room) is int and 0 < room <= _MAX_ROOM for room in rooms), f"a room is no such integer: {rooms[:3]}"
+    )
     expect(len(set(rooms)) == 20, f"20 requests have {len(set(rooms))} rooms")
     expect(sum(isinstance(room, int) and room > 2**31 for room in rooms) >= 5, "the rooms have few random bits")

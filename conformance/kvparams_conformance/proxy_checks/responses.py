@@ -54,7 +54,9 @@ async def check_stream(trial: Trial) -> None:
     """Streams events with KV parameters, whole and cut into small parts."""
     cuts: tuple[Callable[[bytes], tuple[bytes | float, ...]], ...] = (lambda text: (text,), _pieces(7))
     for cut in cuts:
-        talk = trial.talk(decode=lambda leg, cut=cut: stream(leg, _TEXTS, cut=cut, members={"kv_transfer_params": _PARAMS}))
+        talk = trial.talk(
+            decode=lambda leg, cut=cut: stream(leg, _TEXTS, cut=cut, members={"kv_transfer_params": _PARAMS})
+        )
         reply = await trial.ask(talk, stream=True)
         expect_answered(talk, reply)
         _expect_private(reply)
@@ -149,7 +151,10 @@ async def check_cached_tokens(trial: Trial) -> None:
     usage = reply.json.get("usage") or {}
     told = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     expect(told == CACHED_TOKENS, f"the client was told {told!r} cached tokens instead of {CACHED_TOKENS}")
-    expect(usage.get("completion_tokens") == 8, f"the client was told {usage.get('completion_tokens')!r} tokens instead of 8")
+    expect(
+        usage.get("completion_tokens") == 8,
+        f"the client was told {usage.get('completion_tokens')!r} tokens instead of 8",
+    )
 
 
 @CHECKS.add(
@@ -187,7 +192,11 @@ async def check_logs(trial: Trial) -> None:
     await trial.ask(failing, cache_salt=salt)
     await talk.wait_for(lambda: False, 0.3)
     log = trial.site.program.output
-    for what, secret in (("the salt", salt), ("a key", f"agreed.{talk.tag}"), ("an instance", f"{prefill.engine}-{talk.tag}")):
+    for what, secret in (
+        ("the salt", salt),
+        ("a key", f"agreed.{talk.tag}"),
+        ("an instance", f"{prefill.engine}-{talk.tag}"),
+    ):
         expect(secret not in log, f"{what} stands in the log: {_line(log, secret)}")
 
 

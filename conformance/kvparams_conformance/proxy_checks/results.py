@@ -191,7 +191,9 @@ async def check_null(trial: Trial) -> None:
     told = decode.document.get("producer")
     expect(told == {"id": "p-own", "incarnation": None}, f"decode was told `producer` {told!r}")
     for name in ("prefix", "load_keys"):
-        expect(decode.document.get(name, ...) is None, f"decode was told `{name}` {decode.document.get(name, 'absent')!r}")
+        expect(
+            decode.document.get(name, ...) is None, f"decode was told `{name}` {decode.document.get(name, 'absent')!r}"
+        )
     talk = _answering(trial, load_keys=...)
     _, decode = expect_answered(talk, await trial.ask(talk))
     expect("load_keys" not in decode.document, "decode was told `load_keys`, which prefill has left out")

@@ -81,7 +81,11 @@ async def check_value(trial: Trial) -> None:
 )
 async def check_unknown_members(trial: Trial) -> None:
     """Verifies a document with members that were handed on."""
-    zone = {"b": None, "a": 18446744073709551615, "ü\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"): "\u2028"}
+    zone = {
+        "b": None,
+        "a": 18446744073709551615,
+        "ü\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"): "\u2028",
+    }
     producer = {"id": "p", "incarnation": None, "zone": zone}
     talk = trial.talk(lambda leg: prefill_answer("document", talk, leg, producer=producer))
     _, decode = expect_answered(talk, await trial.ask(talk))
@@ -142,7 +146,10 @@ async def check_key(trial: Trial) -> None:
     assert wanted is not None
     talk = trial.talk()
     for leg in expect_answered(talk, await trial.ask(talk)):
-        expect(_signature(leg).get("kid") == wanted.kid, f"the key {_signature(leg).get('kid')!r} has signed, not {wanted.kid}")
+        expect(
+            _signature(leg).get("kid") == wanted.kid,
+            f"the key {_signature(leg).get('kid')!r} has signed, not {wanted.kid}",
+        )
 
 
 @CHECKS.add(
@@ -195,5 +202,7 @@ async def check_uncanonical(trial: Trial) -> None:
 
     talk = trial.talk(answer)
     reply = await trial.ask(talk)
-    expect(not any("load" in (leg.document.get("producer") or {}) for leg in talk.decodes), "decode was sent the fraction")
+    expect(
+        not any("load" in (leg.document.get("producer") or {}) for leg in talk.decodes), "decode was sent the fraction"
+    )
     expect(500 <= reply.status <= 504, f"the client got the status {reply.status}")

@@ -33,7 +33,9 @@ def write_junit(report: Report, path: Path) -> None:
         f'failures="{counts["fail"]}" errors="{counts["error"]}" skipped="{counts["skip"]}" time="{report.seconds:.3f}">'
     )
     cases = "\n".join(map(_junit_case, report.lines))
-    path.write_text(f'<?xml version="1.0" encoding="utf-8"?>\n<testsuites>\n{head}\n{cases}\n</testsuite>\n</testsuites>\n', "utf-8")
+    path.write_text(
+        f'<?xml version="1.0" encoding="utf-8"?>\n<testsuites>\n{head}\n{cases}\n</testsuite>\n</testsuites>\n', "utf-8"
+    )
 
 
 def _junit_case(line: Line) -> str:

@@ -1,6 +1,7 @@
-"""Describes single-fault mutants of a proxy, and runs the conformance kit on one."""
+"""Reads single-fault mutants of a proxy, makes them, and runs the conformance kit on them."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,11 +14,10 @@ from kvparams_conformance.proxy_runs import carrier_of, write_signing_keys
 from kvparams_conformance.runner import run_proxy_checks
 from kvparams_conformance.site import Under
 
-__all__ = ["ENGINES", "MOST_OTHERS", "Mutant", "caught_by", "copy_with_fault", "judge", "run_profile"]
+__all__ = ["MOST_OTHERS", "Mutant", "caught_by", "copy_with_fault", "judge", "read_mutants", "run_profile"]
 
 MOST_OTHERS: Final = 3
 """A fault is caught by the check for its requirement, and by no more others than this."""
-ENGINES: Final = "--prefill {prefill0} --prefill {prefill1} --decode {decode0} --decode {decode1}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Mutant:
     fault: str
     file: str
     changes: tuple[tuple[str, str], ...]
-    profile: str = "store-proxy"
-    options: str = ""
+    run: str = "store"
+    """How the proxy is run: a name of `runs.RUNS`."""
 
     @property
     def name(self) -> str:
@@ -38,21 +38,27 @@ class Mutant:
         return f"{self.check} {self.fault}"
 
 
-def copy_with_fault(mutant: Mutant, source: Path, target: Path) -> None:
-    """Copies a folder, and puts the fault into it.
+def read_mutants(name: str) -> list[Mutant]:
+    """Returns the mutants of a file in this folder."""
+    content = json.loads((Path(__file__).parent / name).read_text("utf-8"))
+    return [Mutant(**{**one, "changes": tuple(map(tuple, one["changes"]))}) for one in content["mutants"]]
+
+
+def copy_with_fault(mutant: Mutant, sources: Iterable[Path], target: Path) -> None:
+    """Copies folders into another one, and puts the fault into the copy.
 
     Raises:
         ValueError: a text that shall be replaced is not there exactly once.
     """
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    for source in sources:
+        shutil.copytree(source, target / source.name, ignore=shutil.ignore_patterns("__pycache__"))
     path = target / mutant.file
-    text = path.read_text()
+    text = path.read_text("utf-8")
     for before, after in mutant.changes:
         if text.count(before) != 1:
             raise ValueError(f"{mutant.name}: {before!r} stands {text.count(before)} times in {mutant.file}")
         text = text.replace(before, after)
-    path.unlink()
-    path.write_text(text)
+    path.write_text(text, "utf-8")
 
 
 def run_profile(profile: str, command: str, folder: Path) -> list[Result]:
@@ -70,6 +76,6 @@ def caught_by(results: Iterable[Result]) -> list[str]:
 def judge(mutant: Mutant, caught: list[str]) -> str:
     """Returns what is wrong with how a mutant was caught; empty if nothing is."""
     if mutant.check not in caught:
-        return f"{mutant.name}: not caught by its check; by {caught or 'none'}"
+        return f"not caught by its check, but by {caught or 'none'}"
     others = [check for check in caught if check != mutant.check]
-    return "" if len(others) <= MOST_OTHERS else f"{mutant.name}: caught by {len(others)} others: {others}"
+    return "" if len(others) <= MOST_OTHERS else f"caught by {len(others)} other checks: {others}"
