@@ -30,7 +30,7 @@ _PROMPT_TOKENS: Final = 7
 
 
 def completion(
-    leg: Leg, text: str, *, cached: int = 0, tokens: int = 1, finish: str = "length", **members: object
+    leg: Leg, text: str, *, cached: int = 0, tokens: int = 1, finish: str = "length", **members: Any
 ) -> dict[str, Any]:
     """Returns the answer of an engine, in the shape of the endpoint that was asked."""
     is_chat = "chat" in leg.path
@@ -46,7 +46,7 @@ def completion(
     return {**made, "model": "m", "choices": [choice], "usage": usage, **members}
 
 
-def prefill_result(talk: Conversation, leg: Leg, **changes: object) -> dict[str, Any]:
+def prefill_result(talk: Conversation, leg: Leg, **changes: Any) -> dict[str, Any]:
     """Returns a conforming `prefill_result` for a leg, with some members changed."""
     asked = leg.document
     document: dict[str, Any] = {
@@ -67,7 +67,7 @@ def load_keys(talk: Conversation, leg: Leg) -> list[str]:
     return [f"agreed.{talk.tag}.{leg.order}.{page}" for page in range(2)]
 
 
-def nixl_params(talk: Conversation, leg: Leg, **changes: object) -> dict[str, Any]:
+def nixl_params(talk: Conversation, leg: Leg, **changes: Any) -> dict[str, Any]:
     """Returns what vLLM's NixlConnector answers, with some members changed."""
     params: dict[str, Any] = {
         "do_remote_prefill": True,
@@ -82,7 +82,7 @@ def nixl_params(talk: Conversation, leg: Leg, **changes: object) -> dict[str, An
     return {name: value for name, value in {**params, **changes}.items() if value is not ...}
 
 
-def prefill_answer(carrier: Carrier, talk: Conversation, leg: Leg, **changes: object) -> Answer:
+def prefill_answer(carrier: Carrier, talk: Conversation, leg: Leg, **changes: Any) -> Answer:
     """Returns the answer of a conforming prefill engine."""
     if carrier == "bootstrap":
         return decode_answer(leg, "p")
@@ -99,7 +99,7 @@ def decode_answer(leg: Leg, text: str = "answer") -> Answer:
     return Answer(body=_dump(completion(leg, text, tokens=8)))
 
 
-def chunk(leg: Leg, text: str, finish: str | None = None, **members: object) -> str:
+def chunk(leg: Leg, text: str, finish: str | None = None, **members: Any) -> str:
     """Returns one event of a stream."""
     is_chat = "chat" in leg.path
     choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
@@ -116,7 +116,7 @@ def stream(
     cut: Callable[[bytes], tuple[bytes | float, ...]] = lambda text: (text,),
     done: bool = True,
     end: Literal["whole", "cut", "hang"] = "whole",
-    members: Mapping[str, object] | None = None,
+    members: Mapping[str, Any] | None = None,
 ) -> Answer:
     """Returns a stream of events. `cut` splits its bytes into parts; `members` stand in every event."""
     events = [chunk(leg, text, **(members or {})) for text in texts[:-1]]

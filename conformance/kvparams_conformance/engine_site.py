@@ -14,7 +14,7 @@ from kvparams.signing.keyring import SigningKeyring
 from kvparams_conformance.checks import NotJudged
 from kvparams_conformance.client import exchange
 from kvparams_conformance.conversation import Reply, shorten
-from kvparams_conformance.raw_json import dump
+from kvparams_conformance.raw_json import dig, dump
 
 __all__ = ["Engine", "EngineTrial", "first_model", "sign"]
 
@@ -73,19 +73,19 @@ class EngineTrial:
         self.seen.append(f"{reply.status} {shorten(reply.body)}{'' if reply.ended == 'whole' else f' ({reply.ended})'}")
         return reply
 
-    async def ask(self, carrier: object = ..., *, prompt: object = None, **members: object) -> Reply:
+    async def ask(self, carrier: object = ..., *, prompt: object = None, **members: Any) -> Reply:
         """Sends a completion. `carrier` becomes its `kv_transfer_params`."""
         body: dict[str, Any] = {"model": self.engine.model, "max_tokens": 4, "temperature": 0, **members}
         body["prompt"] = self.prompt() if prompt is None else prompt
         if carrier is not ...:
             body["kv_transfer_params"] = carrier
-        found = _document(carrier).get("request_id") if isinstance(carrier, Mapping) else None
+        found = dig(carrier, "kvparams", "request_id")
         headers = (
             [("x-request-id", found)] if isinstance(found, str) and 0 < len(found) < 200 and found.isascii() else []
         )
         return await self.send("/v1/completions", dump(body), headers=headers)
 
-    async def ask_for_prefill(self, document: Mapping[str, object], **members: object) -> Reply:
+    async def ask_for_prefill(self, document: Mapping[str, object], **members: Any) -> Reply:
         """Sends a prefill leg."""
         return await self.ask(
             {"kvparams": document}, **{"max_tokens": 1, "stream": False, "ignore_eos": True, **members}
@@ -95,7 +95,7 @@ class EngineTrial:
         """Returns a prompt that nobody has sent before."""
         return f"{token_hex(6)} " + "the quick brown fox jumps " * words
 
-    def document(self, phase: str | None = None, **changes: object) -> dict[str, Any]:
+    def document(self, phase: str | None = None, **changes: Any) -> dict[str, Any]:
         """Returns a valid document of 1.0 for a leg, with some members changed; an Ellipsis leaves one out."""
         if phase is None:
             phase = "decode" if self.engine.role == "decode" else "prefill"
@@ -125,11 +125,6 @@ async def first_model(url: str) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def _document(carrier: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = carrier.get("kvparams")
-    return found if isinstance(found, Mapping) else {}
-
-
 def sign(
     engine: Engine,
     document: Mapping[str, object],
@@ -138,7 +133,7 @@ def sign(
     seconds: float = 0,
     lifetime_s: int = 300,
     kid: str | None = None,
-    **changes: object,
+    **changes: Any,
 ) -> dict[str, Any]:
     """Returns a `kv_transfer_params` with a signed document, as a proxy makes it.
 

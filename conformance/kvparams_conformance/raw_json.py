@@ -1,9 +1,9 @@
 """Splits the text of a JSON object into its members, each with the exact text that stands for it."""
 
 import json
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
-__all__ = ["RawMember", "dump", "replace_members", "split_members"]
+__all__ = ["RawMember", "dig", "dump", "split_members"]
 
 _DECODER: Final = json.JSONDecoder()
 _SPACE: Final = " \t\r\n"
@@ -58,14 +58,18 @@ def _skip(text: str, at: int) -> int:
     return at
 
 
-def replace_members(body: bytes, **values: object) -> bytes:
-    """Returns an object with some members replaced or added, and the others as they are written."""
-    kept = [member.text for member in split_members(body) if member.name not in values]
-    return (
-        "{" + ",".join([*kept, *(f"{json.dumps(name)}:{json.dumps(values[name])}" for name in values)]) + "}"
-    ).encode()
-
-
 def dump(value: object) -> bytes:
     """Returns compact JSON text."""
     return json.dumps(value, separators=(",", ":")).encode()
+
+
+def dig(value: object, *path: str | int) -> Any:
+    """Returns what stands at a path in parsed JSON; None if there is nothing, or something else on the way."""
+    found: Any = value
+    for step in path:
+        if isinstance(step, str):
+            found = cast("dict[str, Any]", found).get(step) if isinstance(found, dict) else None
+        else:
+            items = cast("list[Any]", found) if isinstance(found, list) else []
+            found = items[step] if step < len(items) else None
+    return found

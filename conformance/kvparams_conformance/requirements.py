@@ -67,7 +67,7 @@ def load_specification(folder: Path | None = None) -> Specification:
         for name, one in content["profiles"].items()
     }
     text = (folder / "spec.md").read_text("utf-8")
-    texts = {number: said for number, said in _ITEM.findall(text)}
+    texts: dict[str, str] = dict(_ITEM.findall(text))
     headings = {number: _anchor(f"{number}. {title}") for number, title in _HEADING.findall(text)}
     anchors = {number: headings[number.partition(".")[0]] for number in texts}
     return Specification(content["version"], profiles, texts, anchors)

@@ -23,7 +23,7 @@ _MAX_BODY_BYTES: Final = 64 << 20
 _FLOOD_BYTES: Final = 128 << 20
 _FLOOD_PART: Final = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
 _HANG_S: Final = 30.0
-_SERVER_INFO: Final = {
+_SERVER_INFO: Final[dict[str, object]] = {
     "model_path": MODEL,
     "served_model_name": MODEL,
     "tp_size": 1,
@@ -50,7 +50,8 @@ class ScriptedEngine:
 
     def __init__(self, name: str, role: Role, find: Callable[[Leg], Conversation | None]) -> None:
         """`find` returns the conversation that a leg belongs to."""
-        self.name, self.role = name, role
+        self.name = name
+        self.role: Role = role
         self.port = 0
         self.versions: list[str] | None = ["1.0"]
         """The member `kvparams_versions` of its models; None leaves it out."""
@@ -166,7 +167,7 @@ async def _send(connection: Connection, answer: Answer) -> None:
     head = [("content-type", answer.content_type), ("transfer-encoding", "chunked")]
     await connection.send(encode_head(f"HTTP/1.1 {answer.status} {_reason(answer.status)}", head))
     for part in answer.parts or (answer.body,):
-        if isinstance(part, float):
+        if not isinstance(part, bytes):
             await asyncio.sleep(part)
         elif part:
             await connection.send(b"%x\r\n%b\r\n" % (len(part), part))

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 from urllib.parse import urlsplit
 
 from kvparams_conformance.answers import Carrier, decode_answer, prefill_answer
@@ -211,7 +212,7 @@ class Trial:
         headers: Sequence[tuple[str, str]] = (),
         timeout_s: float = 8.0,
         leave_when: Callable[[Reply], bool] | None = None,
-        **members: object,
+        **members: Any,
     ) -> Reply:
         """Sends a request. Without a body, it is a completion with the tag as its prompt, and `members`.
 

@@ -25,20 +25,20 @@ async def replay(site: Site, case: dict[str, Any]) -> list[str]:
             found.append(f"a {leg.role} leg was sent")
         elif len(talk.of(leg.role)) == 1:  # a further try has other ids
             found.extend(differences(_plain(wanted, talk.tag), leg.json, bound, leg.role))
-        made = case.get(f"{leg.role}_answer") or {"status": 500, "body": {}}
+        made: dict[str, Any] = case.get(f"{leg.role}_answer") or {"status": 500, "body": {}}
         if "stream" in made:
             return Answer(content_type="text/event-stream", parts=(made["stream"].encode(),))
         return Answer(made["status"], json.dumps(_fill(made["body"], bound)).encode())
 
     trial = Trial(site)
     talk = trial.talk(answer, answer)
-    client = case["client"]
-    text = client if isinstance(client, str) else json.dumps(_plain(client, talk.tag))
+    client: Any = case["client"]
+    text: str = client if isinstance(client, str) else json.dumps(_plain(client, talk.tag))
     reply = await trial.ask(talk, text.encode(), path=case.get("path", "/v1/completions"), headers=_tagged(talk.tag))
     for role in ("prefill", "decode"):
         if role in case and not talk.of(role):
             found.append(f"no {role} leg was sent")
-    wanted = case["answer"]
+    wanted: dict[str, Any] = case["answer"]
     if reply.status != wanted["status"]:
         found.append(f"the client got the status {reply.status}")
     if "stream" in wanted:
@@ -63,15 +63,11 @@ def differences(wanted: Any, told: Any, bound: dict[str, object], path: str) -> 
                 found += differences(one[name], other.get(name, ...), bound, f"{path}.{name}")
         return found
     if isinstance(wanted, list) and isinstance(told, list):
-        pairs = cast("list[Any]", wanted), cast("list[Any]", told)
-        if len(pairs[0]) != len(pairs[1]):
-            return [f"{path} has {len(pairs[1])} entries"]
-        return [
-            text
-            for at, (one, other) in enumerate(zip(*pairs, strict=True))
-            for text in differences(one, other, bound, f"{path}.{at}")
-        ]
-    same = wanted == told and type(wanted) is type(told)
+        ours, theirs = cast("list[Any]", wanted), cast("list[Any]", told)
+        if len(ours) != len(theirs):
+            return [f"{path} has {len(theirs)} entries"]
+        return [text for at, one in enumerate(ours) for text in differences(one, theirs[at], bound, f"{path}.{at}")]
+    same = wanted == told and isinstance(told, bool) == isinstance(wanted, bool)
     return [] if same else [f"{path} is {told!r}, not {wanted!r}"]
 
 
@@ -94,7 +90,7 @@ def _named(name: str, told: Any, bound: dict[str, object], path: str) -> list[st
 def _fill(value: Any, bound: dict[str, object]) -> Any:
     """Returns an engine's answer with the names of the vector replaced by what they stand for."""
     if isinstance(value, str):
-        return bound.get(value, value) if value.startswith("$") and value not in _FREE else value
+        return bound.get(value, value) if value not in _FREE else value
     if isinstance(value, dict):
         return {name: _fill(one, bound) for name, one in cast("dict[str, Any]", value).items()}
     if isinstance(value, list):
@@ -102,7 +98,7 @@ def _fill(value: Any, bound: dict[str, object]) -> Any:
     return value
 
 
-def _plain(body: Any, tag: str) -> Any:
+def _plain(body: dict[str, Any], tag: str) -> dict[str, Any]:
     """Returns a body with the tag by which the scripted engines know it, in a member that goes through."""
     return {**body, "user": tag}
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
+from kvparams_conformance.answers import Carrier
 from kvparams_conformance.checks import Check, Result, select_checks
 from kvparams_conformance.engine_checks import engine_checks
 from kvparams_conformance.engine_site import Engine, first_model
@@ -35,10 +36,13 @@ Examples:
   kvparams conformance proxy --explain 12.1
 
 The kit tests from outside. For a proxy it starts four engines of its own, which misbehave as each check wants, and
-starts the proxy with --start. In the command, {port}, {prefill0}, {prefill1}, {decode0} and {decode1} stand for the
-port to listen on and the URLs of the engines ({prefill0_port} and so on for the ports alone), {spare_port} for another free
-port, {keys} and {audience} for the key file and the pool of the profile `signed`. The exit status is 0 if the program conforms, 1 if it does not, and 2
-if a check could not be judged.
+starts the proxy with --start. These words stand for values in the command:
+
+  {port}                                     the port to listen on; {spare_port} is another free one
+  {prefill0} {prefill1} {decode0} {decode1}  the URLs of the engines; {prefill0_port} and so on are the ports alone
+  {keys} {audience}                          the key file and the pool, for the profile `signed`
+
+The exit status is 0 if the program conforms, 1 if it does not, and 2 if a check could not be judged.
 """
 
 
@@ -128,7 +132,7 @@ def _run_proxy(arguments: argparse.Namespace, profiles: tuple[str, ...], specifi
         return _usage("give either --start COMMAND or --url URL")
     if not checks:
         return _usage("no check has this profile and this --only")
-    carriers = {carrier_of(name) for name in profiles}
+    carriers: set[Carrier] = {carrier_of(name) for name in profiles}
     if len(carriers) > 1:
         return _usage("profiles of different carriers need a run each")
     try:

@@ -8,6 +8,7 @@ from kvparams import InvalidParams, KVTransferParams, parse
 from kvparams_conformance.checks import CheckFailed, Checks, NotJudged, expect
 from kvparams_conformance.conversation import Reply
 from kvparams_conformance.engine_site import EngineTrial
+from kvparams_conformance.raw_json import dig
 
 __all__ = ["CHECKS"]
 
@@ -52,7 +53,8 @@ async def check_models(trial: EngineTrial) -> None:
 )
 async def check_ordinary(trial: EngineTrial) -> None:
     """Sends ordinary requests."""
-    for carrier in (..., None, {}):
+    carriers: list[Any] = [..., None, {}]
+    for carrier in carriers:
         reply = await trial.ask(carrier)
         expect(reply.status == 200, f"the status is {reply.status}")
         expect("kvparams" not in reply.body.decode("utf-8", "replace"), "the answer has a document")
@@ -177,7 +179,7 @@ async def check_salts(trial: EngineTrial) -> None:
             trial.document(isolation={"cache_salt": salt}), prompt=prompt, cache_salt=salt
         )
         _result(reply)
-        cached.append(((reply.json.get("usage") or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        cached.append(dig(reply.json, "usage", "prompt_tokens_details", "cached_tokens") or 0)
     if not cached[1]:
         raise NotJudged("the engine counts no cached tokens")
     expect(cached[2] <= cached[0], f"{cached[2]} tokens came from the KV of another salt")
@@ -196,9 +198,10 @@ async def check_foreign_salt(trial: EngineTrial) -> None:
     reply = await trial.ask_for_prefill(document, cache_salt="salt-b")
     expect(reply.status in (200, 400), f"the status is {reply.status}")
     if reply.status == 200:
-        carrier = reply.json.get("kv_transfer_params") or {}
-        result = carrier.get("kvparams") or {}
-        expect(not result.get("load_keys"), "KV was stored although the salts differ")
+        expect(
+            not dig(reply.json, "kv_transfer_params", "kvparams", "load_keys"),
+            "KV was stored although the salts differ",
+        )
 
 
 @_add(
@@ -263,5 +266,4 @@ def _control(document: dict[str, Any]) -> bytes:
 
 
 def _text(reply: Reply) -> object:
-    choices = reply.json.get("choices")
-    return cast("Any", choices)[0].get("text") if choices else None
+    return dig(reply.json, "choices", 0, "text")

@@ -20,7 +20,7 @@ def _expect_refused(reply: Reply, what: str) -> None:
     expect(reply.status == 400, f"{what}: the status is {reply.status}")
 
 
-async def _refuses(trial: EngineTrial, **changes: object) -> None:
+async def _refuses(trial: EngineTrial, **changes: Any) -> None:
     reply = await trial.ask({"kvparams": trial.document(**changes)}, max_tokens=1)
     _expect_refused(reply, str(changes)[:120])
 
@@ -107,7 +107,8 @@ _refused(
 )
 async def check_carrier(trial: EngineTrial) -> None:
     """Sends what is no carrier."""
-    for carrier in ([], 7, True, "[]", "{", "nul"):
+    carriers: list[Any] = [[], 7, True, "[]", "{", "nul"]
+    for carrier in carriers:
         _expect_refused(await trial.ask(carrier), repr(carrier))
 
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 from kvparams_conformance.checks import Checks, NotJudged, expect
 from kvparams_conformance.conversation import Reply
 from kvparams_conformance.engine_site import EngineTrial, sign
+from kvparams_conformance.raw_json import dig
 
 __all__ = ["CHECKS"]
 
@@ -30,7 +31,7 @@ def _add(requirement: str, name: str, sends: str, expects: str) -> Any:
 
 def _expect_refused(reply: Reply, reason: str | None) -> None:
     expect(reply.status == 400, f"the status is {reply.status}")
-    said = str((reply.json.get("error") or {}).get("message")).lower()
+    said = str(dig(reply.json, "error", "message")).lower()
     named = [one for one in _REASONS if f"[{one}]" in said]
     expect(
         reason is None or not named or named == [reason], f"the engine names the reason {named}, and it is {reason!r}"
@@ -41,7 +42,7 @@ def _expect_accepted(reply: Reply) -> None:
     expect(reply.status == 200, f"the status is {reply.status}")
 
 
-async def _ask(trial: EngineTrial, carrier: object, **members: object) -> Reply:
+async def _ask(trial: EngineTrial, carrier: object, **members: Any) -> Reply:
     return await trial.ask(carrier, **{"max_tokens": 1, **members})
 
 
@@ -164,7 +165,8 @@ async def check_refused_nonce(trial: EngineTrial) -> None:
 )
 async def check_prompt_ids(trial: EngineTrial) -> None:
     """Sends ids that the signature does not cover."""
-    for changes in ({}, {"prefix": {"count": 3, "ids": [1, 2, 3]}}):
+    kinds: list[dict[str, Any]] = [{}, {"prefix": {"count": 3, "ids": [1, 2, 3]}}]
+    for changes in kinds:
         carrier = sign(trial.engine, trial.document(**changes))
         _expect_refused(await _ask(trial, {**carrier, "prompt_token_ids": [4, 5, 6]}), None)
 

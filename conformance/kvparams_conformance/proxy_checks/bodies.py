@@ -1,6 +1,6 @@
 """Checks the bodies of legs: what prefill is asked for, and that nothing else is changed."""
 
-from typing import Final
+from typing import Any, Final
 
 from kvparams_conformance.checks import Checks, expect
 from kvparams_conformance.conversation import Leg
@@ -105,7 +105,7 @@ async def check_prefill_bytes(trial: Trial) -> None:
 async def check_values(trial: Trial) -> None:
     """Compares values, however they are written."""
     talk = trial.talk()
-    members: dict[str, object] = {"temperature": 0.5, "seed": 9007199254740993, "top_k": 20}
+    members: dict[str, Any] = {"temperature": 0.5, "seed": 9007199254740993, "top_k": 20}
     for leg in expect_answered(talk, await trial.ask(talk, **members)):
         for name, value in members.items():
             expect(
@@ -137,7 +137,8 @@ async def check_unknown_members(trial: Trial) -> None:
 )
 async def check_prefill_limits(trial: Trial) -> None:
     """Reads what prefill is asked for."""
-    for members in ({}, {"max_completion_tokens": 8}):
+    kinds: list[dict[str, Any]] = [{}, {"max_completion_tokens": 8}]
+    for members in kinds:
         talk = trial.talk()
         prefill, decode = expect_answered(talk, await trial.ask(talk, stream=True, **members))
         asked = prefill.json
@@ -159,7 +160,7 @@ async def check_prefill_limits(trial: Trial) -> None:
 async def check_answer_members(trial: Trial) -> None:
     """Sends members that prefill would refuse, or wait for."""
     talk = trial.talk()
-    members: dict[str, object] = {
+    members: dict[str, Any] = {
         "stream_options": {"include_usage": True},
         "stop": ["x"],
         "stop_token_ids": [5],

@@ -15,7 +15,7 @@ from kvparams_conformance.proxy_checks.helpers import (
     expect_answered,
     parse_document,
 )
-from kvparams_conformance.raw_json import dump
+from kvparams_conformance.raw_json import dig, dump
 from kvparams_conformance.scripted_engine import MODEL
 from kvparams_conformance.site import Trial
 
@@ -157,8 +157,8 @@ async def check_incarnation(trial: Trial) -> None:
     """Looks for an invented incarnation."""
     talk = trial.talk()
     prefill, decode = expect_answered(talk, await trial.ask(talk))
-    told = prefill.document.get("producer") or {}, decode.document.get("consumer") or {}
-    for endpoint in told:
+    endpoints: list[dict[str, Any]] = [prefill.document.get("producer") or {}, decode.document.get("consumer") or {}]
+    for endpoint in endpoints:
         expect(endpoint.get("incarnation") is None, f"`incarnation` is {endpoint.get('incarnation')!r}")
 
 
@@ -215,7 +215,7 @@ async def check_salt(trial: Trial) -> None:
     """Compares the salt of the request with that of the document."""
     talk = trial.talk()
     for leg in expect_answered(talk, await trial.ask(talk, cache_salt="salt-of-tenant-9")):
-        told = (leg.document.get("isolation") or {}).get("cache_salt")
+        told = dig(leg.document, "isolation", "cache_salt")
         expect(leg.json.get("cache_salt"), f"{leg.engine} was sent no `cache_salt`")
         expect(
             told == leg.json.get("cache_salt"),
@@ -223,7 +223,7 @@ async def check_salt(trial: Trial) -> None:
         )
     talk = trial.talk()
     for leg in expect_answered(talk, await trial.ask(talk)):
-        told = (leg.document.get("isolation") or {}).get("cache_salt")
+        told = dig(leg.document, "isolation", "cache_salt")
         expect(told == leg.json.get("cache_salt"), f"{leg.engine} was sent the salt {told!r}, which nobody gave")
 
 

@@ -1,6 +1,6 @@
 """Checks the mapping of errors, and that hostile JSON of a client is refused."""
 
-from typing import Any, Final
+from typing import Final
 
 from kvparams_conformance.answers import decode_answer, error_answer, prefill_answer
 from kvparams_conformance.checks import Checks, expect
@@ -13,6 +13,7 @@ from kvparams_conformance.proxy_checks.helpers import (
     expect_answered,
     expect_refused,
 )
+from kvparams_conformance.raw_json import dig
 from kvparams_conformance.site import Trial
 
 __all__ = ["CHECKS"]
@@ -23,8 +24,7 @@ _SECRET: Final = "10.9.8.7:5600"
 
 def _expect_error_object(talk: Conversation) -> None:
     reply = talk.replies[-1]
-    error = reply.json.get("error")
-    message: Any = error.get("message") if isinstance(error, dict) else None
+    message = dig(reply.json, "error", "message")
     expect(isinstance(message, str) and message, "the client was sent no `error.message`")
     text = reply.body.decode("utf-8", "replace")
     for secret in (_SECRET, "127.0.0.1"):
@@ -32,7 +32,10 @@ def _expect_error_object(talk: Conversation) -> None:
 
 
 def _refusing(trial: Trial, role: str, status: int, param: str | None = None) -> Conversation:
-    answer = error_answer(status, f"kv of {_SECRET} is refused", param)
+    return _always(trial, role, error_answer(status, f"kv of {_SECRET} is refused", param))
+
+
+def _always(trial: Trial, role: str, answer: Answer) -> Conversation:
     if role == "prefill":
         return trial.talk(prefill=lambda _: answer)
     return trial.talk(decode=lambda _: answer)
@@ -167,8 +170,7 @@ def _failing_once(trial: Trial, fault: Answer) -> Conversation:
 async def check_bounded_tries(trial: Trial) -> None:
     """Counts the legs of a request that cannot succeed."""
     for role in ("prefill", "decode"):
-        answer = Answer(503, b'{"error":{"message":"busy"}}')
-        talk = trial.talk(**{role: lambda _: answer})
+        talk = _always(trial, role, Answer(503, b'{"error":{"message":"busy"}}'))
         expect_refused(talk, await trial.ask(talk), 500, 504)
         expect(len(talk.legs) <= 16, f"{len(talk.legs)} legs were sent")
 
@@ -253,10 +255,11 @@ _hostile("surrogate", "a body with half a surrogate pair", profiles=(STORE,), ke
 )
 async def check_bytes(trial: Trial) -> None:
     """Sends bodies that parsers disagree about, or fall over."""
-    for make in (
-        lambda tag: b"\xef\xbb\xbf" + b'{"model":"m","prompt":"%b"}' % tag,
-        lambda tag: b'{"model":"m","prompt":"%b \xff"}' % tag,
-        lambda tag: b'{"model":"m","prompt":"%b","x":%b}' % (tag, b"[" * 100_000 + b"]" * 100_000),
-    ):
+    bodies = (
+        b'\xef\xbb\xbf{"model":"m","prompt":"TAG"}',
+        b'{"model":"m","prompt":"TAG \xff"}',
+        b'{"model":"m","prompt":"TAG","x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    )
+    for body in bodies:
         talk = trial.talk()
-        await _expect_no_leg(trial, talk, make(talk.tag.encode()))
+        await _expect_no_leg(trial, talk, body.replace(b"TAG", talk.tag.encode()))

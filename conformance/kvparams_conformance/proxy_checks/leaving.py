@@ -16,9 +16,7 @@ _BOUND_S: Final = 1.0
 _HANG: Final = Answer(end="hang")
 
 
-async def _leave(
-    trial: Trial, talk: Conversation, role: Role, leaves: Callable[[Reply], bool], **members: object
-) -> Leg:
+async def _leave(trial: Trial, talk: Conversation, role: Role, leaves: Callable[[Reply], bool], **members: Any) -> Leg:
     """Leaves, and checks that the leg of a role ends within a second. Returns the leg."""
     await trial.ask(talk, leave_when=leaves, timeout_s=6.0, **members)
     legs = talk.of(role)

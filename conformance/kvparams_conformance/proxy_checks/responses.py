@@ -9,7 +9,7 @@ from kvparams_conformance.answers import CACHED_TOKENS, completion, stream
 from kvparams_conformance.checks import Checks, NotJudged, expect
 from kvparams_conformance.conversation import Answer, Reply
 from kvparams_conformance.proxy_checks.helpers import ALL, STORE, expect_answered
-from kvparams_conformance.raw_json import dump
+from kvparams_conformance.raw_json import dig, dump
 from kvparams_conformance.site import Trial
 
 __all__ = ["CHECKS"]
@@ -76,13 +76,17 @@ def _pieces(size: int) -> Callable[[bytes], tuple[bytes | float, ...]]:
 async def check_relay(trial: Trial) -> None:
     """Streams whole, in two parts at odd places, and byte by byte."""
     cuts: list[Callable[[bytes], tuple[bytes | float, ...]]] = [lambda text: (text,), _pieces(1)]
-    cuts += [lambda text, at=at: (text[:-at], 0.01, text[-at:]) for at in (1, 2, 15, 16)]
+    cuts += map(_two_parts, (1, 2, 15, 16))
     for cut in cuts:
         talk = trial.talk(decode=lambda leg, cut=cut: stream(leg, _TEXTS, cut=cut))
         reply = await trial.ask(talk, stream=True)
         expect_answered(talk, reply)
         expect(_texts(reply) == _TEXTS, f"the client was sent the texts {_texts(reply)!r} instead of {_TEXTS!r}")
         expect(reply.events[-1:] == ["[DONE]"], "the client was not sent `[DONE]` last")
+
+
+def _two_parts(at: int) -> Callable[[bytes], tuple[bytes | float, ...]]:
+    return lambda text: (text[:-at], 0.01, text[-at:])
 
 
 def _texts(reply: Reply) -> list[str]:
@@ -148,8 +152,8 @@ async def check_cached_tokens(trial: Trial) -> None:
     talk = trial.talk()
     reply = await trial.ask(talk)
     expect_answered(talk, reply)
-    usage = reply.json.get("usage") or {}
-    told = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    usage: dict[str, Any] = reply.json.get("usage") or {}
+    told = dig(usage, "prompt_tokens_details", "cached_tokens")
     expect(told == CACHED_TOKENS, f"the client was told {told!r} cached tokens instead of {CACHED_TOKENS}")
     expect(
         usage.get("completion_tokens") == 8,

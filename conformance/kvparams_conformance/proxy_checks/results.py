@@ -22,14 +22,14 @@ CHECKS: Final = Checks()
 _FOREIGN: Final = "198.51.100.66"
 
 
-def _answering(trial: Trial, **changes: object) -> Conversation:
+def _answering(trial: Trial, **changes: Any) -> Conversation:
     """Begins a conversation in which each prefill engine answers with these members changed."""
     carrier = trial.site.under.carrier
     talk = trial.talk(lambda leg: prefill_answer(carrier, talk, leg, **changes))
     return talk
 
 
-async def _expect_unused(trial: Trial, **changes: object) -> None:
+async def _expect_unused(trial: Trial, **changes: Any) -> None:
     """Checks that a result is not used: the client gets a 5xx, and no decode leg is told its keys."""
     talk = _answering(trial, **changes)
     reply = await trial.ask(talk)
@@ -94,8 +94,9 @@ async def check_wrong_mode(trial: Trial) -> None:
 )
 async def check_no_result(trial: Trial) -> None:
     """Answers as an engine whose connector is not loaded."""
-    for params in ({}, {"kv_transfer_params": None}, {"kv_transfer_params": {}}):
-        talk = trial.talk(lambda leg, params=params: _bare(leg, params))
+    answers: list[dict[str, Any]] = [{}, {"kv_transfer_params": None}, {"kv_transfer_params": {}}]
+    for params in answers:
+        talk = _answering_bare(trial, params)
         reply = await trial.ask(talk)
         expect(not any(leg.document for leg in talk.decodes), "decode was promised KV that nobody has spoken of")
         expect_refused(talk, reply, 500, 504)
@@ -212,7 +213,7 @@ async def check_unknown(trial: Trial) -> None:
     talk = _answering(trial, producer={"id": "p", **more}, lease={"ttl_ms": 30000, **more})
     _, decode = expect_answered(talk, await trial.ask(talk))
     for name in ("producer", "lease"):
-        told = decode.document.get(name) or {}
+        told: dict[str, Any] = decode.document.get(name) or {}
         expect(told.get("zone") == more["zone"], f"decode was told `{name}` {told!r}")
 
 
@@ -225,7 +226,8 @@ async def check_unknown(trial: Trial) -> None:
 )
 async def check_empty_keys(trial: Trial) -> None:
     """Answers as an engine whose pages are found by content."""
-    for keys in (..., []):
+    lists: list[Any] = [..., []]
+    for keys in lists:
         talk = _answering(trial, load_keys=keys)
         prefill, decode = expect_answered(talk, await trial.ask(talk))
         expect(not decode.document.get("load_keys"), "decode was told keys that prefill has not named")
@@ -260,7 +262,7 @@ async def check_producer_address(trial: Trial) -> None:
 async def check_native_address(trial: Trial) -> None:
     """Answers with native keys that name another host."""
     for params in ({"remote_host": _FOREIGN, "remote_port": 5600}, {"peers": [{"remote_host": _FOREIGN}]}):
-        talk = trial.talk(lambda leg, params=params: _with_native(trial, talk, leg, params))
+        talk = _answering_with_native(trial, params)
         reply = await trial.ask(talk)
         expect(talk.prefills, "no prefill leg was sent")
         expect_unseen(talk.decodes, _FOREIGN)
@@ -280,14 +282,23 @@ async def check_bounds(trial: Trial) -> None:
     """Answers with native values that no engine can have."""
     wrong: list[dict[str, object]] = [{"remote_port": 746667}, {"remote_block_ids": [[-46667]]}, {"tp_size": 46667}]
     for params in wrong:
-        talk = trial.talk(lambda leg, params=params: _with_native(trial, talk, leg, params))
+        talk = _answering_with_native(trial, params)
         reply = await trial.ask(talk)
         expect_unseen(talk.decodes, "46667")
         expect_refused(talk, reply, 500, 504)
 
 
+def _answering_bare(trial: Trial, params: dict[str, Any]) -> Conversation:
+    return trial.talk(lambda leg: _bare(leg, params))
+
+
 def _bare(leg: Leg, params: dict[str, Any]) -> Answer:
     return Answer(body=dump(completion(leg, "p", **params)))
+
+
+def _answering_with_native(trial: Trial, params: dict[str, Any]) -> Conversation:
+    talk = trial.talk(lambda leg: _with_native(trial, talk, leg, params))
+    return talk
 
 
 def _with_native(trial: Trial, talk: Conversation, leg: Leg, params: dict[str, Any]) -> Answer:

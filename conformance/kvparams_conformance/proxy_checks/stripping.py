@@ -11,7 +11,7 @@ from kvparams_conformance.proxy_checks.helpers import (
     expect_answered,
     expect_unseen,
 )
-from kvparams_conformance.raw_json import dump
+from kvparams_conformance.raw_json import dig, dump
 from kvparams_conformance.scripted_engine import MODEL
 from kvparams_conformance.site import Trial
 
@@ -58,7 +58,7 @@ _TRACES: Final = (_EVIL, "46667")
 _NATIVE: Final = {"do_remote_prefill": True, "remote_host": _EVIL, "remote_port": _PORT, "remote_engine_id": _EVIL}
 
 
-async def _expect_stripped(trial: Trial, **members: object) -> None:
+async def _expect_stripped(trial: Trial, **members: Any) -> None:
     talk = trial.talk()
     reply = await trial.ask(talk, **members)
     expect_answered(talk, reply)
@@ -149,7 +149,7 @@ async def check_nested(trial: Trial) -> None:
         found = leg.json
         for place in (
             found.get("vllm_xargs"),
-            (found.get("sampling_params") or {}).get("extra_args"),
+            dig(found, "sampling_params", "extra_args"),
             found.get("nvext"),
         ):
             expect(place == kept, f"{leg.engine} was not sent `top_n` beside what was removed")

@@ -1,11 +1,12 @@
 """Checks further tries: their identity, the claim of a transfer, and the lease that is handed on."""
 
-from typing import Final
+from typing import Any, Final
 
 from kvparams_conformance.answers import decode_answer, prefill_answer
 from kvparams_conformance.checks import Checks, expect
 from kvparams_conformance.conversation import Answer, Conversation, Leg
 from kvparams_conformance.proxy_checks.helpers import DOCUMENT, NIXL, expect_answered
+from kvparams_conformance.raw_json import dig
 from kvparams_conformance.site import Trial
 
 __all__ = ["CHECKS"]
@@ -15,14 +16,14 @@ _PAUSE_S: Final = 0.4
 _BUSY: Final = Answer(503, b'{"error":{"message":"busy"}}')
 
 
-def _decode_failing_once(trial: Trial, fault: Answer, **changes: object) -> Conversation:
+def _decode_failing_once(trial: Trial, fault: Answer | None, **changes: Any) -> Conversation:
     carrier = trial.site.under.carrier
 
     def prefill(leg: Leg) -> Answer:
         return prefill_answer(carrier, talk, leg, **changes)
 
     def decode(leg: Leg) -> Answer:
-        return fault if len(talk.decodes) == 1 else decode_answer(leg)
+        return fault if fault is not None and len(talk.decodes) == 1 else decode_answer(leg)
 
     talk = trial.talk(prefill, decode)
     return talk
@@ -46,7 +47,7 @@ async def check_next_try(trial: Trial) -> None:
 
 
 def _expect_next(first: Leg, second: Leg) -> None:
-    told = [leg.document.get("transfer") or {} for leg in (first, second)]
+    told: list[dict[str, Any]] = [leg.document.get("transfer") or {} for leg in (first, second)]
     expect(told[0].get("attempt") == 1, f"the first attempt is {told[0].get('attempt')!r}")
     expect(told[1].get("attempt") == 2, f"the second attempt is {told[1].get('attempt')!r}")
     expect(told[0].get("id") != told[1].get("id"), "both tries have one `transfer.id`")
@@ -100,7 +101,7 @@ async def check_rest_of_lease(trial: Trial) -> None:
     talk = _decode_failing_once(trial, Answer(503, b"{}", wait_s=_PAUSE_S))
     await trial.ask(talk)
     expect(talk.decodes, "no decode leg was sent")
-    told = [(leg.document.get("lease") or {}).get("ttl_ms") for leg in talk.decodes]
+    told = [dig(leg.document, "lease", "ttl_ms") for leg in talk.decodes]
     for one in told:
         expect(isinstance(one, int) and 0 < one <= 30000, f"decode was told `ttl_ms` {one!r} of a lease of 30000")
     if len(told) > 1 and len(talk.prefills) == 1:
@@ -135,10 +136,10 @@ async def check_lease_over(trial: Trial) -> None:
 async def check_rounding(trial: Trial) -> None:
     """Answers with the bounds of a lease."""
     for given in (1, 2, 86_400_000):
-        talk = trial.talk(lambda leg, given=given: prefill_answer("document", talk, leg, lease={"ttl_ms": given}))
+        talk = _decode_failing_once(trial, None, lease={"ttl_ms": given})
         await trial.ask(talk)
         for leg in talk.decodes:
-            told = (leg.document.get("lease") or {}).get("ttl_ms")
+            told = dig(leg.document, "lease", "ttl_ms")
             expect(type(told) is int and 1 <= told <= given, f"decode was told `ttl_ms` {told!r} of a lease of {given}")
         if given > 2:
             expect(talk.decodes, "no decode leg was sent")

@@ -30,7 +30,8 @@ def write_junit(report: Report, path: Path) -> None:
     counts = report.counts
     head = (
         f'<testsuite name={_attribute(f"kvparams conformance {report.subject}")} tests="{len(report.lines)}" '
-        f'failures="{counts["fail"]}" errors="{counts["error"]}" skipped="{counts["skip"]}" time="{report.seconds:.3f}">'
+        f'failures="{counts["fail"]}" errors="{counts["error"]}" skipped="{counts["skip"]}" '
+        f'time="{report.seconds:.3f}">'
     )
     cases = "\n".join(map(_junit_case, report.lines))
     path.write_text(
@@ -57,8 +58,9 @@ def write_html(report: Report, path: Path) -> None:
     title = escape(f"{report.subject} {report.target}")
     rows = "\n".join(map(_html_row, report.lines))
     path.write_text(
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style></head>\n'
-        f"<body><h1>{title}</h1>\n<p>Profile {escape(', '.join(report.profiles))}, specification {escape(report.version)}: "
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{_STYLE}</style></head>\n<body><h1>{title}</h1>\n"
+        f"<p>Profile {escape(', '.join(report.profiles))}, specification {escape(report.version)}: "
         f"{escape(counts)}; {report.seconds:.1f} s.</p>\n<table><thead><tr><th>requirement</th><th>verdict</th>"
         f"<th>expected</th><th>evidence</th></tr></thead><tbody>\n{rows}\n</tbody></table></body></html>\n",
         "utf-8",
@@ -72,7 +74,8 @@ def _html_row(line: Line) -> str:
         f"<p>seen</p><code>{escape(line.seen)}</code></details>"
     )
     return (
-        f'<tr><td><a href="{escape(line.link)}">{escape(line.id)}</a></td><td class="{line.verdict}">{line.verdict}</td>'
+        f'<tr><td><a href="{escape(line.link)}">{escape(line.id)}</a></td>'
+        f'<td class="{line.verdict}">{line.verdict}</td>'
         f"<td>{escape(line.sends)}: {escape(line.expects)}</td><td>{evidence}</td></tr>"
     )
 

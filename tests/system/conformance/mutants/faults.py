@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from kvparams_conformance.checks import Result, select_checks
 from kvparams_conformance.proxy_checks import proxy_checks
@@ -40,8 +40,17 @@ class Mutant:
 
 def read_mutants(name: str) -> list[Mutant]:
     """Returns the mutants of a file in this folder."""
-    content = json.loads((Path(__file__).parent / name).read_text("utf-8"))
-    return [Mutant(**{**one, "changes": tuple(map(tuple, one["changes"]))}) for one in content["mutants"]]
+    content: dict[str, list[dict[str, Any]]] = json.loads((Path(__file__).parent / name).read_text("utf-8"))
+    return [
+        Mutant(
+            one["check"],
+            one["fault"],
+            one["file"],
+            tuple((before, after) for before, after in one["changes"]),
+            one.get("run", "store"),
+        )
+        for one in content["mutants"]
+    ]
 
 
 def copy_with_fault(mutant: Mutant, sources: Iterable[Path], target: Path) -> None:
