@@ -27,6 +27,8 @@ def test_our_proxy_keeps_every_profile(name: str, ours: str, tmp_path: Path) -> 
     "mode",
     [
         "conditional",
+        "concurrent_legs",
+        "conditional,remote_tokens=1",
         "decode_local_prefill_remote",
         "prefill_local_decode_remote",
         "prefill_then_decode,decode_first=true",
