@@ -8,8 +8,10 @@ from benchmarks.scorecard.peers import NOT_SCORED
 __all__ = ["HARDENING", "grade", "scorecard_page"]
 
 HARDENING: Final = frozenset({"12.1", "12.2", "12.6", "12.7", "17.6", "17.17", "17.21", "17.7/key-twice"})
-"""Requirements and checks that protect against a client or an engine that means harm. A proxy whose documentation does not promise
-that may leave them to the network; it is a choice, and not a fault."""
+"""Requirements and checks that protect against a client or an engine that means harm.
+
+A proxy whose documentation does not promise that may leave them to the network: it is a choice, and not a fault.
+"""
 _MARKS: Final = {"pass": "yes", "fault": "**no**", "choice": "choice", "skip": "-", "error": "?"}
 _MAX_EVIDENCE: Final = 300
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
-from kvparams_conformance.conversation import Answer, Conversation, Leg
+from kvparams_conformance.conversation import Conversation, ScriptedAnswer, SeenLeg
 
 __all__ = [
     "CACHED_TOKENS",
@@ -30,7 +30,7 @@ _PROMPT_TOKENS: Final = 7
 
 
 def completion(
-    leg: Leg, text: str, *, cached: int = 0, tokens: int = 1, finish: str = "length", **members: Any
+    leg: SeenLeg, text: str, *, cached: int = 0, tokens: int = 1, finish: str = "length", **members: Any
 ) -> dict[str, Any]:
     """Returns the answer of an engine, in the shape of the endpoint that was asked."""
     is_chat = "chat" in leg.path
@@ -46,7 +46,7 @@ def completion(
     return {**made, "model": "m", "choices": [choice], "usage": usage, **members}
 
 
-def prefill_result(talk: Conversation, leg: Leg, **changes: Any) -> dict[str, Any]:
+def prefill_result(talk: Conversation, leg: SeenLeg, **changes: Any) -> dict[str, Any]:
     """Returns a conforming `prefill_result` for a leg, with some members changed."""
     asked = leg.document
     document: dict[str, Any] = {
@@ -62,12 +62,12 @@ def prefill_result(talk: Conversation, leg: Leg, **changes: Any) -> dict[str, An
     return {name: value for name, value in {**document, **changes}.items() if value is not ...}
 
 
-def load_keys(talk: Conversation, leg: Leg) -> list[str]:
+def load_keys(talk: Conversation, leg: SeenLeg) -> list[str]:
     """Returns the keys that prefill answers with: of no other conversation, and of no other leg."""
     return [f"agreed.{talk.tag}.{leg.order}.{page}" for page in range(2)]
 
 
-def nixl_params(talk: Conversation, leg: Leg, **changes: Any) -> dict[str, Any]:
+def nixl_params(talk: Conversation, leg: SeenLeg, **changes: Any) -> dict[str, Any]:
     """Returns what vLLM's NixlConnector answers, with some members changed."""
     params: dict[str, Any] = {
         "do_remote_prefill": True,
@@ -82,24 +82,24 @@ def nixl_params(talk: Conversation, leg: Leg, **changes: Any) -> dict[str, Any]:
     return {name: value for name, value in {**params, **changes}.items() if value is not ...}
 
 
-def prefill_answer(carrier: Carrier, talk: Conversation, leg: Leg, **changes: Any) -> Answer:
+def prefill_answer(carrier: Carrier, talk: Conversation, leg: SeenLeg, **changes: Any) -> ScriptedAnswer:
     """Returns the answer of a conforming prefill engine."""
     if carrier == "bootstrap":
         return decode_answer(leg, "p")
     params = nixl_params(talk, leg, **changes)
     if carrier == "document":
         params = {"kvparams": prefill_result(talk, leg, **changes)} if leg.document else {}
-    return Answer(body=_dump(completion(leg, "p", cached=CACHED_TOKENS, kv_transfer_params=params)))
+    return ScriptedAnswer(body=_dump(completion(leg, "p", cached=CACHED_TOKENS, kv_transfer_params=params)))
 
 
-def decode_answer(leg: Leg, text: str = "answer") -> Answer:
+def decode_answer(leg: SeenLeg, text: str = "answer") -> ScriptedAnswer:
     """Returns the answer of a conforming decode engine: a stream if one was asked for."""
     if leg.json.get("stream") is True:
         return stream(leg, ["an", "sw", "er"])
-    return Answer(body=_dump(completion(leg, text, tokens=8)))
+    return ScriptedAnswer(body=_dump(completion(leg, text, tokens=8)))
 
 
-def chunk(leg: Leg, text: str, finish: str | None = None, **members: Any) -> str:
+def chunk(leg: SeenLeg, text: str, finish: str | None = None, **members: Any) -> str:
     """Returns one event of a stream."""
     is_chat = "chat" in leg.path
     choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
@@ -110,25 +110,25 @@ def chunk(leg: Leg, text: str, finish: str | None = None, **members: Any) -> str
 
 
 def stream(
-    leg: Leg,
+    leg: SeenLeg,
     texts: list[str],
     *,
     cut: Callable[[bytes], tuple[bytes | float, ...]] = lambda text: (text,),
     done: bool = True,
     end: Literal["whole", "cut", "hang"] = "whole",
     members: Mapping[str, Any] | None = None,
-) -> Answer:
+) -> ScriptedAnswer:
     """Returns a stream of events. `cut` splits its bytes into parts; `members` stand in every event."""
     events = [chunk(leg, text, **(members or {})) for text in texts[:-1]]
     events.append(chunk(leg, texts[-1], "length", **(members or {})))
     whole = "".join([*events, "data: [DONE]\n\n" if done else ""]).encode()
-    return Answer(content_type="text/event-stream", parts=cut(whole), end=end)
+    return ScriptedAnswer(content_type="text/event-stream", parts=cut(whole), end=end)
 
 
-def error_answer(status: int, message: str, param: str | None = None) -> Answer:
+def error_answer(status: int, message: str, param: str | None = None) -> ScriptedAnswer:
     """Returns an engine's error."""
     error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
-    return Answer(status, _dump({"error": error}))
+    return ScriptedAnswer(status, _dump({"error": error}))
 
 
 def _dump(value: object) -> bytes:

@@ -20,7 +20,7 @@ class NotJudged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One check."""
+    """A `Check` tests one requirement."""
 
     requirement: str
     """The number in the specification, such as `12.1`."""

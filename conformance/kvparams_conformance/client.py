@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvparams_conformance.connection import Connection, ConnectionEnded, MessageError, TooLong, encode_head
+from kvparams_conformance.connection import Connection, ConnectionEnded, TooLong, WireError, encode_head
 from kvparams_conformance.conversation import Reply
 
 __all__ = ["Received", "exchange", "receive", "send_request"]
@@ -16,7 +16,7 @@ _MAX_REPLY_BYTES: Final = 8 << 20
 
 @dataclass(slots=True)
 class Received:
-    """What has come of an answer so far."""
+    """A `Received` holds what has come of an answer so far."""
 
     connection: Connection | None = None
     status: int = 0
@@ -74,7 +74,7 @@ async def exchange(
         received.ended = "timeout"
     except TooLong:
         received.ended = "too long"
-    except (MessageError, OSError) as error:
+    except (WireError, OSError) as error:
         received.ended, received.body = "cut", received.body or str(error).encode()
     finally:
         if received.connection is not None:

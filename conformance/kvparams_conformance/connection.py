@@ -51,7 +51,7 @@ class Head:
 
 
 class Connection:
-    """One connection, with a task that reads ahead and so notices at once that the peer has closed."""
+    """A `Connection` has a task that reads ahead, and so notices at once that the peer has closed."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, cast
 
 from kvparams_conformance.connection import Head
 
-__all__ = ["Answer", "Conversation", "Leg", "Reply", "Responder", "Role", "shorten"]
+__all__ = ["Conversation", "Reply", "Responder", "Role", "ScriptedAnswer", "SeenLeg", "shorten"]
 
 Role = Literal["prefill", "decode"]
 _MAX_LEGS: Final = 64
@@ -18,8 +18,8 @@ _MAX_LEGS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What a scripted engine answers to a leg."""
+class ScriptedAnswer:
+    """A `ScriptedAnswer` is what a scripted engine answers to a leg."""
 
     status: int = 200
     body: bytes = b""
@@ -34,8 +34,8 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Leg:
-    """One request that an engine has received."""
+class SeenLeg:
+    """A `SeenLeg` is one request that an engine has received."""
 
     engine: str
     role: Role
@@ -88,7 +88,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the client has received."""
+    """A `Reply` is what the client has received."""
 
     status: int
     headers: tuple[tuple[str, str], ...]
@@ -120,25 +120,25 @@ class Reply:
         return f"client {self.status} {shorten(self.body)}{'' if self.ended == 'whole' else f' ({self.ended})'}"
 
 
-Responder = Callable[[Leg], Answer]
+Responder = Callable[[SeenLeg], ScriptedAnswer]
 
 
 @dataclass(slots=True)
 class Conversation:
-    """One request of a client, or several of the same tag, with its legs and answers."""
+    """A `Conversation` is one request of a client, or several of the same tag, with its legs and answers."""
 
     tag: str
     number: int
     prefill: Responder
     decode: Responder
     control: Responder
-    legs: list[Leg] = field(default_factory=list[Leg])
+    legs: list[SeenLeg] = field(default_factory=list[SeenLeg])
     sent: list[str] = field(default_factory=list[str])
     replies: list[Reply] = field(default_factory=list[Reply])
     flooded: bool = False
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def add(self, leg: Leg) -> bool:
+    def add(self, leg: SeenLeg) -> bool:
         """Records a leg. Returns False if there are too many."""
         if len(self.legs) >= _MAX_LEGS:
             self.flooded = True
@@ -151,28 +151,28 @@ class Conversation:
         """Wakes what waits for a change."""
         self._changed.set()
 
-    def respond(self, leg: Leg) -> Answer:
+    def respond(self, leg: SeenLeg) -> ScriptedAnswer:
         """Returns what the script answers to a leg."""
         if leg.path == "/v1/kvparams":
             return self.control(leg)
         return self.prefill(leg) if leg.role == "prefill" else self.decode(leg)
 
-    def of(self, role: Role) -> list[Leg]:
+    def of(self, role: Role) -> list[SeenLeg]:
         """Returns the generating legs of a role."""
         return [leg for leg in self.legs if leg.role == role and leg.path != "/v1/kvparams"]
 
     @property
-    def prefills(self) -> list[Leg]:
+    def prefills(self) -> list[SeenLeg]:
         """Returns the prefill legs."""
         return self.of("prefill")
 
     @property
-    def decodes(self) -> list[Leg]:
+    def decodes(self) -> list[SeenLeg]:
         """Returns the decode legs."""
         return self.of("decode")
 
     @property
-    def controls(self) -> list[Leg]:
+    def controls(self) -> list[SeenLeg]:
         """Returns the legs to `/v1/kvparams`."""
         return [leg for leg in self.legs if leg.path == "/v1/kvparams"]
 

@@ -44,7 +44,7 @@ class Engine:
 
 @dataclass(slots=True)
 class EngineTrial:
-    """One check at work."""
+    """An `EngineTrial` is one check of an engine at work."""
 
     engine: Engine
     sent: list[str] = field(default_factory=list[str])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from kvparams_conformance.checks import Check, CheckFailed, NotJudged, Result, Verdict
+from kvparams_conformance.checks import Check, CheckFailed, CheckResult, NotJudged, Verdict
 from kvparams_conformance.engine_site import Engine, EngineTrial
 from kvparams_conformance.program import StartFailed
 from kvparams_conformance.site import Site, Trial, Under
@@ -68,11 +68,11 @@ class _Lane:
             self._site = None
 
 
-async def run_proxy_checks(checks: Sequence[Check], under: Under, lanes: int = 3) -> list[Result]:
+async def run_proxy_checks(checks: Sequence[Check], under: Under, lanes: int = 3) -> list[CheckResult]:
     """Returns the verdicts, in the order of the checks."""
     together = [check for check in checks if not check.is_isolated]
     alone = [check for check in checks if check.is_isolated]
-    results: dict[str, Result] = {}
+    results: dict[str, CheckResult] = {}
     if under.command is None:  # one proxy, one set of engines
         lane = _Lane(under)
         try:
@@ -91,7 +91,7 @@ async def run_proxy_checks(checks: Sequence[Check], under: Under, lanes: int = 3
     return [results[check.id] for check in checks]
 
 
-async def _run_together(lane: _Lane, checks: Sequence[Check], results: dict[str, Result]) -> None:
+async def _run_together(lane: _Lane, checks: Sequence[Check], results: dict[str, CheckResult]) -> None:
     room = asyncio.Semaphore(_BESIDE)
 
     async def one(check: Check) -> None:
@@ -101,18 +101,18 @@ async def _run_together(lane: _Lane, checks: Sequence[Check], results: dict[str,
     await asyncio.gather(*map(one, checks))
 
 
-async def _run_in_turn(lane: _Lane, checks: Sequence[Check], results: dict[str, Result]) -> None:
+async def _run_in_turn(lane: _Lane, checks: Sequence[Check], results: dict[str, CheckResult]) -> None:
     for check in checks:
         results[check.id] = await _judge(lane, check)
 
 
-async def _judge(lane: _Lane, check: Check) -> Result:
+async def _judge(lane: _Lane, check: Check) -> CheckResult:
     """Runs one check. Whatever happens is a verdict."""
     begun = time.monotonic()
     try:
         site = await lane.site()
     except StartFailed as error:
-        return Result(check, "error", str(error), "", "", time.monotonic() - begun)
+        return CheckResult(check, "error", str(error), "", "", time.monotonic() - begun)
     trial = Trial(site)
     if check.is_isolated and not await _settle(site):
         verdict, message = _NOT_SETTLED
@@ -121,18 +121,18 @@ async def _judge(lane: _Lane, check: Check) -> Result:
     if site.program.ended is not None:
         verdict, message = "fail", f"the proxy ended with status {site.program.ended}; {message}".rstrip("; ")
     sent, seen = trial.evidence()
-    return Result(check, verdict, message, sent, seen, time.monotonic() - begun)
+    return CheckResult(check, verdict, message, sent, seen, time.monotonic() - begun)
 
 
-async def run_engine_checks(checks: Sequence[Check], engine: Engine) -> list[Result]:
+async def run_engine_checks(checks: Sequence[Check], engine: Engine) -> list[CheckResult]:
     """Returns the verdicts on an engine, in the order of the checks."""
     room = asyncio.Semaphore(_BESIDE)
 
-    async def one(check: Check) -> Result:
+    async def one(check: Check) -> CheckResult:
         async with room:
             begun, trial = time.monotonic(), EngineTrial(engine)
             verdict, message = await _verdict(check, trial)
-            return Result(check, verdict, message, *trial.evidence(), time.monotonic() - begun)
+            return CheckResult(check, verdict, message, *trial.evidence(), time.monotonic() - begun)
 
     return await asyncio.gather(*map(one, checks))
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
-from kvparams_conformance.connection import Connection, MessageError, encode_head
-from kvparams_conformance.conversation import Answer, Conversation, Leg, Role
+from kvparams_conformance.connection import Connection, WireError, encode_head
+from kvparams_conformance.conversation import Conversation, Role, ScriptedAnswer, SeenLeg
 
 __all__ = ["MODEL", "TAG", "ScriptedEngine"]
 
@@ -46,9 +46,9 @@ _PROBES: Final[dict[str, dict[str, object]]] = {
 
 
 class ScriptedEngine:
-    """One engine: a server on a port of this machine."""
+    """A `ScriptedEngine` is a server on a port of this machine."""
 
-    def __init__(self, name: str, role: Role, find: Callable[[Leg], Conversation | None]) -> None:
+    def __init__(self, name: str, role: Role, find: Callable[[SeenLeg], Conversation | None]) -> None:
         """`find` returns the conversation that a leg belongs to."""
         self.name = name
         self.role: Role = role
@@ -57,7 +57,7 @@ class ScriptedEngine:
         """The member `kvparams_versions` of its models; None leaves it out."""
         self.down = False
         """Every connection is closed at once, while this is set."""
-        self.unmatched: list[Leg] = []
+        self.unmatched: list[SeenLeg] = []
         """Legs of no conversation, the last ones."""
         self._find = find
         self._order = 0
@@ -88,7 +88,7 @@ class ScriptedEngine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         connection = Connection(reader, writer)
-        with suppress(MessageError, asyncio.CancelledError):
+        with suppress(WireError, asyncio.CancelledError):
             while not self.down and await self._serve(connection):
                 pass
         await connection.close()
@@ -109,14 +109,14 @@ class ScriptedEngine:
             await connection.send(*self._probe(path.partition("?")[0]))
             return True
         self._order += 1
-        leg = Leg(self.name, self.role, path, head, body, time.monotonic(), self._order)
+        leg = SeenLeg(self.name, self.role, path, head, body, time.monotonic(), self._order)
         conversation = self._find(leg)
         if conversation is None:
             self.unmatched = [*self.unmatched[-31:], leg]
-            await connection.send(*_whole(Answer(body=b"{}")))
+            await connection.send(*_whole(ScriptedAnswer(body=b"{}")))
             return True
         if not conversation.add(leg):
-            await connection.send(*_whole(Answer(503, b"{}")))
+            await connection.send(*_whole(ScriptedAnswer(503, b"{}")))
             return False
         return await self._answer(connection, conversation, leg)
 
@@ -125,11 +125,11 @@ class ScriptedEngine:
             models: dict[str, object] = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
             if self.versions is not None:
                 models["kvparams_versions"] = self.versions
-            return _whole(Answer(body=json.dumps(models).encode()))
+            return _whole(ScriptedAnswer(body=json.dumps(models).encode()))
         known = _PROBES.get(path)
-        return _whole(Answer(404 if known is None else 200, json.dumps(known or {}).encode()))
+        return _whole(ScriptedAnswer(404 if known is None else 200, json.dumps(known or {}).encode()))
 
-    async def _answer(self, connection: Connection, conversation: Conversation, leg: Leg) -> bool:
+    async def _answer(self, connection: Connection, conversation: Conversation, leg: SeenLeg) -> bool:
         answer = conversation.respond(leg)
         sending = asyncio.create_task(_send(connection, answer))
         closing = asyncio.create_task(connection.closed.wait())
@@ -151,7 +151,7 @@ class ScriptedEngine:
             conversation.notify()
 
 
-async def _send(connection: Connection, answer: Answer) -> None:
+async def _send(connection: Connection, answer: ScriptedAnswer) -> None:
     """Sends an answer as it says."""
     if answer.wait_s:
         await asyncio.sleep(answer.wait_s)
@@ -184,7 +184,7 @@ async def _send(connection: Connection, answer: Answer) -> None:
             sent += len(_FLOOD_PART)
 
 
-def _whole(answer: Answer) -> tuple[bytes, bytes]:
+def _whole(answer: ScriptedAnswer) -> tuple[bytes, bytes]:
     """Returns an answer of known length."""
     headers = [("content-type", answer.content_type), ("content-length", str(len(answer.body)))]
     return encode_head(f"HTTP/1.1 {answer.status} {_reason(answer.status)}", headers), answer.body

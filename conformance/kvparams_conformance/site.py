@@ -1,4 +1,4 @@
-"""One proxy under test between scripted engines, and the client that asks it."""
+"""Puts a proxy under test between scripted engines, and asks it as a client."""
 
 import asyncio
 import itertools
@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from kvparams_conformance.answers import Carrier, decode_answer, prefill_answer
 from kvparams_conformance.client import Received, receive, send_request
-from kvparams_conformance.connection import MessageError, TooLong
-from kvparams_conformance.conversation import Answer, Conversation, Leg, Reply, Responder, shorten
+from kvparams_conformance.connection import TooLong, WireError
+from kvparams_conformance.conversation import Conversation, Reply, Responder, ScriptedAnswer, SeenLeg, shorten
 from kvparams_conformance.program import Program, StartFailed
 from kvparams_conformance.raw_json import dump
 from kvparams_conformance.scripted_engine import MODEL, TAG, ScriptedEngine
@@ -109,7 +109,7 @@ class Site:
             words |= {name: engine.url, f"{name}_port": str(engine.port)}
         return words
 
-    def _find(self, leg: Leg) -> Conversation | None:
+    def _find(self, leg: SeenLeg) -> Conversation | None:
         found = TAG.search(leg.body)
         talk = None if found is None else self._by_tag.get(found[0])
         transfer = leg.transfer_id
@@ -126,7 +126,7 @@ class Site:
         carrier = self.under.carrier
         talk.prefill = prefill or (lambda leg: prefill_answer(carrier, talk, leg))
         talk.decode = decode or decode_answer
-        talk.control = control or (lambda _: Answer(body=b"{}"))
+        talk.control = control or (lambda _: ScriptedAnswer(body=b"{}"))
         self._by_tag[talk.tag.encode()] = self._by_tag[str(talk.number).encode()] = talk
         return talk
 
@@ -151,7 +151,7 @@ class Site:
             received.ended = "timeout"
         except TooLong:
             received.ended = "too long"
-        except (MessageError, OSError) as error:
+        except (WireError, OSError) as error:
             received.ended = "cut"
             received.body = received.body or str(error).encode()
         finally:
@@ -182,13 +182,13 @@ class Site:
             await reading
         finally:
             reading.cancel()
-            with suppress(asyncio.CancelledError, MessageError, OSError):
+            with suppress(asyncio.CancelledError, WireError, OSError):
                 await reading
 
 
 @dataclass(slots=True)
 class Trial:
-    """One check at work: its conversations, for the evidence."""
+    """A `Trial` is one check of a proxy at work: its conversations are the evidence."""
 
     site: Site
     talks: list[Conversation] = field(default_factory=list[Conversation])
@@ -228,7 +228,7 @@ class Trial:
         return " | ".join(sent for sent, _ in found if sent), " | ".join(seen for _, seen in found if seen)
 
 
-def _never(_: Leg) -> Answer:
+def _never(_: SeenLeg) -> ScriptedAnswer:
     raise AssertionError("the script is set when the conversation begins")
 
 

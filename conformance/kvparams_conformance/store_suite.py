@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree
 
-from kvparams_conformance.checks import Check, Result, Verdict
+from kvparams_conformance.checks import Check, CheckResult, Verdict
 
 __all__ = ["SuiteFailed", "run_store_suite"]
 
@@ -54,7 +54,7 @@ class SuiteFailed(Exception):
     """The suite could not run at all."""
 
 
-def run_store_suite(store: str, timeout_s: float) -> list[Result]:
+def run_store_suite(store: str, timeout_s: float) -> list[CheckResult]:
     """Runs the suite on a store.
 
     Args:
@@ -81,7 +81,7 @@ def run_store_suite(store: str, timeout_s: float) -> list[Result]:
     return lines
 
 
-def _read(path: Path) -> Iterator[Result]:
+def _read(path: Path) -> Iterator[CheckResult]:
     for case in ElementTree.parse(path).iter("testcase"):
         name = case.get("name", "").removeprefix("test_").replace("_", "-")
         verdict: Verdict = "pass"
@@ -101,7 +101,7 @@ def _read(path: Path) -> Iterator[Result]:
             is_isolated=True,
             is_choice=False,
         )
-        yield Result(check, verdict, message, "", "", float(case.get("time", "0")))
+        yield CheckResult(check, verdict, message, "", "", float(case.get("time", "0")))
 
 
 async def _run_by_the_suite(_: object) -> None:

@@ -1,10 +1,10 @@
-"""Replays a case of spec/draft/vectors/exchanges.json on a proxy, and names each difference."""
+"""Compares what a proxy does with a case of spec/draft/vectors/exchanges.json."""
 
 import json
 import re
 from typing import Any, Final, cast
 
-from kvparams_conformance.conversation import Answer, Leg
+from kvparams_conformance.conversation import ScriptedAnswer, SeenLeg
 from kvparams_conformance.site import Site, Trial
 
 __all__ = ["differences", "replay"]
@@ -19,7 +19,7 @@ async def replay(site: Site, case: dict[str, Any]) -> list[str]:
     bound: dict[str, object] = {}
     found: list[str] = []
 
-    def answer(leg: Leg) -> Answer:
+    def answer(leg: SeenLeg) -> ScriptedAnswer:
         wanted = case.get(leg.role)
         if wanted is None:
             found.append(f"a {leg.role} leg was sent")
@@ -27,8 +27,8 @@ async def replay(site: Site, case: dict[str, Any]) -> list[str]:
             found.extend(differences(_plain(wanted, talk.tag), leg.json, bound, leg.role))
         made: dict[str, Any] = case.get(f"{leg.role}_answer") or {"status": 500, "body": {}}
         if "stream" in made:
-            return Answer(content_type="text/event-stream", parts=(made["stream"].encode(),))
-        return Answer(made["status"], json.dumps(_fill(made["body"], bound)).encode())
+            return ScriptedAnswer(content_type="text/event-stream", parts=(made["stream"].encode(),))
+        return ScriptedAnswer(made["status"], json.dumps(_fill(made["body"], bound)).encode())
 
     trial = Trial(site)
     talk = trial.talk(answer, answer)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from kvparams_conformance.answers import Carrier
-from kvparams_conformance.checks import Check, Result, select_checks
+from kvparams_conformance.checks import Check, CheckResult, select_checks
 from kvparams_conformance.engine_checks import engine_checks
 from kvparams_conformance.engine_site import Engine, first_model
 from kvparams_conformance.proxy_checks import proxy_checks
@@ -199,7 +199,7 @@ def _finish(
     profiles: tuple[str, ...],
     specification: Specification,
     target: str,
-    results: Iterable[Result],
+    results: Iterable[CheckResult],
     seconds: float,
 ) -> int:
     report = make_report(arguments.subject, target, profiles, list(results), specification, seconds)

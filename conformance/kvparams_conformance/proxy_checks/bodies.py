@@ -3,7 +3,7 @@
 from typing import Any, Final
 
 from kvparams_conformance.checks import Checks, expect
-from kvparams_conformance.conversation import Leg
+from kvparams_conformance.conversation import SeenLeg
 from kvparams_conformance.proxy_checks.helpers import (
     ALL,
     BOOTSTRAP,
@@ -53,7 +53,7 @@ def _others(leg_body: bytes, aside: set[str]) -> list[tuple[str, str]]:
     return [(member.text, member.value) for member in split_members(leg_body) if member.name not in aside]
 
 
-def _compare(leg: Leg, body: bytes, aside: set[str]) -> None:
+def _compare(leg: SeenLeg, body: bytes, aside: set[str]) -> None:
     try:
         found, wanted = _others(leg.body, aside), _others(body, aside)
     except ValueError as error:

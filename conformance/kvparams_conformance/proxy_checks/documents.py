@@ -8,7 +8,7 @@ from typing import Any, Final
 from kvparams import TokenPrefix
 from kvparams_conformance.answers import prefill_answer
 from kvparams_conformance.checks import CheckFailed, Checks, expect
-from kvparams_conformance.conversation import Answer, Leg
+from kvparams_conformance.conversation import ScriptedAnswer, SeenLeg
 from kvparams_conformance.proxy_checks.helpers import (
     DOCUMENT,
     WITH_RESULT,
@@ -287,7 +287,7 @@ async def check_integers(trial: Trial) -> None:
     """Answers with integers that no double holds."""
     wide = {"a": 9223372036854775807, "b": 18446744073709551615, "c": 9007199254740993}
 
-    def answer(leg: Leg) -> Answer:
+    def answer(leg: SeenLeg) -> ScriptedAnswer:
         if trial.site.under.carrier == "document":
             return prefill_answer("document", talk, leg, lease={"ttl_ms": 30000, "wide": wide})
         return prefill_answer("nixl", talk, leg, wide=wide)

@@ -4,7 +4,7 @@ from typing import Final
 
 from kvparams_conformance.answers import decode_answer, error_answer, prefill_answer
 from kvparams_conformance.checks import Checks, expect
-from kvparams_conformance.conversation import Answer, Conversation, Leg
+from kvparams_conformance.conversation import Conversation, ScriptedAnswer, SeenLeg
 from kvparams_conformance.proxy_checks.helpers import (
     ALL,
     BOOTSTRAP,
@@ -35,7 +35,7 @@ def _refusing(trial: Trial, role: str, status: int, param: str | None = None) ->
     return _always(trial, role, error_answer(status, f"kv of {_SECRET} is refused", param))
 
 
-def _always(trial: Trial, role: str, answer: Answer) -> Conversation:
+def _always(trial: Trial, role: str, answer: ScriptedAnswer) -> Conversation:
     if role == "prefill":
         return trial.talk(prefill=lambda _: answer)
     return trial.talk(decode=lambda _: answer)
@@ -137,7 +137,7 @@ async def check_addresses(trial: Trial) -> None:
 )
 async def check_prefill_fails(trial: Trial) -> None:
     """Lets the first prefill leg fail in three ways."""
-    faults = (Answer(503, b"{}"), Answer(end="close", wait_s=1.2), Answer(body=b"\x00 no json"))
+    faults = (ScriptedAnswer(503, b"{}"), ScriptedAnswer(end="close", wait_s=1.2), ScriptedAnswer(body=b"\x00 no json"))
     for fault in faults[:2]:
         talk = _failing_once(trial, fault)
         expect_answered(talk, await trial.ask(talk))
@@ -149,10 +149,10 @@ async def check_prefill_fails(trial: Trial) -> None:
     expect(reply.status == 200 or reply.status >= 500, f"the client got the status {reply.status}")
 
 
-def _failing_once(trial: Trial, fault: Answer) -> Conversation:
+def _failing_once(trial: Trial, fault: ScriptedAnswer) -> Conversation:
     carrier = trial.site.under.carrier
 
-    def answer(leg: Leg) -> Answer:
+    def answer(leg: SeenLeg) -> ScriptedAnswer:
         return fault if len(talk.prefills) == 1 else prefill_answer(carrier, talk, leg)
 
     talk = trial.talk(answer)
@@ -170,7 +170,7 @@ def _failing_once(trial: Trial, fault: Answer) -> Conversation:
 async def check_bounded_tries(trial: Trial) -> None:
     """Counts the legs of a request that cannot succeed."""
     for role in ("prefill", "decode"):
-        talk = _always(trial, role, Answer(503, b'{"error":{"message":"busy"}}'))
+        talk = _always(trial, role, ScriptedAnswer(503, b'{"error":{"message":"busy"}}'))
         expect_refused(talk, await trial.ask(talk), 500, 504)
         expect(len(talk.legs) <= 16, f"{len(talk.legs)} legs were sent")
 
@@ -185,7 +185,7 @@ async def check_bounded_tries(trial: Trial) -> None:
 )
 async def check_flood(trial: Trial) -> None:
     """Floods the proxy with spaces, then answers the next try."""
-    talk = _failing_once(trial, Answer(end="flood"))
+    talk = _failing_once(trial, ScriptedAnswer(end="flood"))
     reply = await trial.ask(talk, timeout_s=8.0)
     expect(reply.ended == "whole", f"the client's answer ended as `{reply.ended}`")
     expect(reply.status == 200 or reply.status >= 500, f"the client got the status {reply.status}")
@@ -202,7 +202,7 @@ async def check_flood(trial: Trial) -> None:
 )
 async def check_decode_fails(trial: Trial) -> None:
     """Lets the first decode leg fail."""
-    talk = trial.talk(decode=lambda leg: Answer(503, b"{}") if len(talk.decodes) == 1 else decode_answer(leg))
+    talk = trial.talk(decode=lambda leg: ScriptedAnswer(503, b"{}") if len(talk.decodes) == 1 else decode_answer(leg))
     reply = await trial.ask(talk)
     expect(reply.status == 200 or reply.status in (502, 503, 504), f"the client got the status {reply.status}")
 

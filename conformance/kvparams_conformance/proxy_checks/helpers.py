@@ -4,7 +4,7 @@ from typing import Final
 
 from kvparams import InvalidParams, KVTransferParams, parse
 from kvparams_conformance.checks import CheckFailed, expect
-from kvparams_conformance.conversation import Conversation, Leg, Reply, shorten
+from kvparams_conformance.conversation import Conversation, Reply, SeenLeg, shorten
 
 __all__ = [
     "ALL",
@@ -30,7 +30,7 @@ WITH_RESULT: Final = (STORE, NIXL)
 """Profiles in which a prefill engine's answer says where the KV is."""
 DOCUMENT: Final = (STORE,)
 
-Pair = tuple[Leg, Leg]
+Pair = tuple[SeenLeg, SeenLeg]
 
 
 def expect_answered(talk: Conversation, reply: Reply) -> Pair:
@@ -50,7 +50,7 @@ def expect_refused(talk: Conversation, reply: Reply, low: int, high: int) -> Non
     expect(low <= reply.status <= high, f"the client got the status {reply.status} instead of {low} to {high}")
 
 
-def expect_unseen(legs: list[Leg], *texts: str) -> None:
+def expect_unseen(legs: list[SeenLeg], *texts: str) -> None:
     """Checks that texts occur in no leg."""
     for leg in legs:
         whole = leg.body.decode("utf-8", "replace") + str(leg.head.headers)
@@ -58,7 +58,7 @@ def expect_unseen(legs: list[Leg], *texts: str) -> None:
             expect(text not in whole, f"{leg.engine} was sent {text!r}")
 
 
-def parse_document(leg: Leg) -> KVTransferParams:
+def parse_document(leg: SeenLeg) -> KVTransferParams:
     """Returns the document of a leg."""
     if not leg.document:
         raise CheckFailed(f"the leg to {leg.engine} carries no document")

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from kvparams_conformance.answers import decode_answer, stream
 from kvparams_conformance.checks import Checks, expect
-from kvparams_conformance.conversation import Answer, Conversation, Leg, Reply, Role
+from kvparams_conformance.conversation import Conversation, Reply, Role, ScriptedAnswer, SeenLeg
 from kvparams_conformance.proxy_checks.helpers import ALL, DOCUMENT, NIXL, parse_document
 from kvparams_conformance.site import Trial
 
@@ -13,10 +13,12 @@ __all__ = ["CHECKS"]
 
 CHECKS: Final = Checks()
 _BOUND_S: Final = 1.0
-_HANG: Final = Answer(end="hang")
+_HANG: Final = ScriptedAnswer(end="hang")
 
 
-async def _leave(trial: Trial, talk: Conversation, role: Role, leaves: Callable[[Reply], bool], **members: Any) -> Leg:
+async def _leave(
+    trial: Trial, talk: Conversation, role: Role, leaves: Callable[[Reply], bool], **members: Any
+) -> SeenLeg:
     """Leaves, and checks that the leg of a role ends within a second. Returns the leg."""
     await trial.ask(talk, leave_when=leaves, timeout_s=6.0, **members)
     legs = talk.of(role)
@@ -82,9 +84,9 @@ async def check_leaving_in_stream(trial: Trial) -> None:
 async def check_given_back(trial: Trial) -> None:
     """Refuses the decode leg, whose KV then waits for its lease on the prefill engine."""
 
-    def decode(leg: Leg) -> Answer:
+    def decode(leg: SeenLeg) -> ScriptedAnswer:
         if len(talk.decodes) == 1:
-            return Answer(400, b'{"error":{"message":"no","param":"temperature"}}')
+            return ScriptedAnswer(400, b'{"error":{"message":"no","param":"temperature"}}')
         return decode_answer(leg)
 
     talk = trial.talk(decode=decode)

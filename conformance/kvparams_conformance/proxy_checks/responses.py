@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from kvparams_conformance.answers import CACHED_TOKENS, completion, stream
 from kvparams_conformance.checks import Checks, NotJudged, expect
-from kvparams_conformance.conversation import Answer, Reply
+from kvparams_conformance.conversation import Reply, ScriptedAnswer, SeenLeg
 from kvparams_conformance.proxy_checks.helpers import ALL, STORE, WITH_RESULT, expect_answered
 from kvparams_conformance.raw_json import dig, dump
 from kvparams_conformance.site import Trial
@@ -18,6 +18,10 @@ CHECKS: Final = Checks()
 _SECRET: Final = "10.9.8.7"
 _PARAMS: Final = {"remote_host": _SECRET, "kvparams": {"producer": {"id": "secret-engine", "address": f"{_SECRET}:1"}}}
 _TEXTS: Final = ["äö", "\u2028", "€x", "last"]
+
+
+def _with_params(leg: SeenLeg) -> ScriptedAnswer:
+    return ScriptedAnswer(body=dump(completion(leg, "answer", kv_transfer_params=_PARAMS)))
 
 
 def _expect_private(reply: Reply) -> None:
@@ -35,7 +39,9 @@ def _expect_private(reply: Reply) -> None:
 )
 async def check_json(trial: Trial) -> None:
     """Answers with a `decode_result`."""
-    talk = trial.talk(decode=lambda leg: Answer(body=dump(completion(leg, "answer", kv_transfer_params=_PARAMS))))
+    talk = trial.talk(
+        decode=lambda leg: ScriptedAnswer(body=dump(completion(leg, "answer", kv_transfer_params=_PARAMS)))
+    )
     reply = await trial.ask(talk)
     expect_answered(talk, reply)
     _expect_private(reply)
@@ -192,7 +198,7 @@ async def check_logs(trial: Trial) -> None:
     talk = trial.talk()
     salt = f"salt-{talk.tag[3:13]}"
     prefill, _ = expect_answered(talk, await trial.ask(talk, cache_salt=salt))
-    failing = trial.talk(lambda leg: Answer(500, b'{"error":{"message":"failed"}}'))
+    failing = trial.talk(lambda leg: ScriptedAnswer(500, b'{"error":{"message":"failed"}}'))
     await trial.ask(failing, cache_salt=salt)
     await talk.wait_for(lambda: False, 0.3)
     log = trial.site.program.output

@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from kvparams_conformance.answers import completion, load_keys, prefill_answer, prefill_result
 from kvparams_conformance.checks import Checks, expect
-from kvparams_conformance.conversation import Answer, Conversation, Leg
+from kvparams_conformance.conversation import Conversation, ScriptedAnswer, SeenLeg
 from kvparams_conformance.proxy_checks.helpers import (
     DOCUMENT,
     NIXL,
@@ -68,7 +68,7 @@ async def check_wrong_transfer(trial: Trial) -> None:
     await _expect_unused(trial, transfer={"id": "another-transfer", "attempt": 1})
     carrier = trial.site.under.carrier
 
-    def answer(leg: Leg) -> Answer:
+    def answer(leg: SeenLeg) -> ScriptedAnswer:
         transfer = {**leg.document.get("transfer", {}), "attempt": 77}
         return prefill_answer(carrier, talk, leg, transfer=transfer)
 
@@ -292,8 +292,8 @@ def _answering_bare(trial: Trial, params: dict[str, Any]) -> Conversation:
     return trial.talk(lambda leg: _bare(leg, params))
 
 
-def _bare(leg: Leg, params: dict[str, Any]) -> Answer:
-    return Answer(body=dump(completion(leg, "p", **params)))
+def _bare(leg: SeenLeg, params: dict[str, Any]) -> ScriptedAnswer:
+    return ScriptedAnswer(body=dump(completion(leg, "p", **params)))
 
 
 def _answering_with_native(trial: Trial, params: dict[str, Any]) -> Conversation:
@@ -301,8 +301,8 @@ def _answering_with_native(trial: Trial, params: dict[str, Any]) -> Conversation
     return talk
 
 
-def _with_native(trial: Trial, talk: Conversation, leg: Leg, params: dict[str, Any]) -> Answer:
+def _with_native(trial: Trial, talk: Conversation, leg: SeenLeg, params: dict[str, Any]) -> ScriptedAnswer:
     if trial.site.under.carrier == "nixl":
         return prefill_answer("nixl", talk, leg, **params)
     both = {**params, "kvparams": prefill_result(talk, leg)}
-    return Answer(body=dump(completion(leg, "p", kv_transfer_params=both)))
+    return ScriptedAnswer(body=dump(completion(leg, "p", kv_transfer_params=both)))

@@ -9,7 +9,7 @@ from kvparams.signing.replay_window import ReplayWindow
 from kvparams.signing.verification import UntrustedParams, verify_params
 from kvparams_conformance.answers import completion, decode_answer, prefill_answer, prefill_result
 from kvparams_conformance.checks import CheckFailed, Checks, expect
-from kvparams_conformance.conversation import Answer, Leg
+from kvparams_conformance.conversation import ScriptedAnswer, SeenLeg
 from kvparams_conformance.proxy_checks.helpers import SIGNED, expect_answered
 from kvparams_conformance.raw_json import dump
 from kvparams_conformance.site import Trial
@@ -20,7 +20,7 @@ CHECKS: Final = Checks()
 _PROFILES: Final = (SIGNED,)
 
 
-def _verify(trial: Trial, leg: Leg, *, skew_s: float = 30.0) -> None:
+def _verify(trial: Trial, leg: SeenLeg, *, skew_s: float = 30.0) -> None:
     """Verifies a leg as an engine does that trusts nothing else."""
     under = trial.site.under
     assert under.keys is not None
@@ -33,7 +33,7 @@ def _verify(trial: Trial, leg: Leg, *, skew_s: float = 30.0) -> None:
         raise CheckFailed(f"{leg.engine} was sent a document that an engine refuses: {error}") from None
 
 
-def _signature(leg: Leg) -> dict[str, Any]:
+def _signature(leg: SeenLeg) -> dict[str, Any]:
     found = leg.document.get("signature")
     expect(isinstance(found, dict), f"{leg.engine} was sent no signature")
     return cast("dict[str, Any]", found)
@@ -106,9 +106,9 @@ async def check_unknown_members(trial: Trial) -> None:
 async def check_native(trial: Trial) -> None:
     """Verifies the native keys that were handed on, if any were."""
 
-    def answer(leg: Leg) -> Answer:
+    def answer(leg: SeenLeg) -> ScriptedAnswer:
         params = {"tier": 1, "kvparams": prefill_result(talk, leg)}
-        return Answer(body=dump(completion(leg, "p", kv_transfer_params=params)))
+        return ScriptedAnswer(body=dump(completion(leg, "p", kv_transfer_params=params)))
 
     talk = trial.talk(answer)
     for leg in expect_answered(talk, await trial.ask(talk)):
@@ -182,7 +182,7 @@ async def check_audience(trial: Trial) -> None:
 )
 async def check_next_try(trial: Trial) -> None:
     """Compares the nonces of two tries."""
-    talk = trial.talk(decode=lambda leg: Answer(503, b"{}") if len(talk.decodes) == 1 else decode_answer(leg))
+    talk = trial.talk(decode=lambda leg: ScriptedAnswer(503, b"{}") if len(talk.decodes) == 1 else decode_answer(leg))
     await trial.ask(talk)
     expect(talk.decodes, "no decode leg was sent")
     nonces = [_signature(leg)["nonce"] for leg in talk.legs]
@@ -200,9 +200,9 @@ async def check_next_try(trial: Trial) -> None:
 async def check_uncanonical(trial: Trial) -> None:
     """Answers with what cannot be signed."""
 
-    def answer(leg: Leg) -> Answer:
+    def answer(leg: SeenLeg) -> ScriptedAnswer:
         result = prefill_result(talk, leg, producer={"id": "p", "load": 0.5})
-        return Answer(body=json.dumps(completion(leg, "p", kv_transfer_params={"kvparams": result})).encode())
+        return ScriptedAnswer(body=json.dumps(completion(leg, "p", kv_transfer_params={"kvparams": result})).encode())
 
     talk = trial.talk(answer)
     reply = await trial.ask(talk)

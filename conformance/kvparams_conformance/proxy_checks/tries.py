@@ -4,7 +4,7 @@ from typing import Any, Final
 
 from kvparams_conformance.answers import decode_answer, prefill_answer
 from kvparams_conformance.checks import Checks, expect
-from kvparams_conformance.conversation import Answer, Conversation, Leg
+from kvparams_conformance.conversation import Conversation, ScriptedAnswer, SeenLeg
 from kvparams_conformance.proxy_checks.helpers import DOCUMENT, NIXL, expect_answered
 from kvparams_conformance.raw_json import dig
 from kvparams_conformance.site import Trial
@@ -13,16 +13,16 @@ __all__ = ["CHECKS"]
 
 CHECKS: Final = Checks()
 _PAUSE_S: Final = 0.4
-_BUSY: Final = Answer(503, b'{"error":{"message":"busy"}}')
+_BUSY: Final = ScriptedAnswer(503, b'{"error":{"message":"busy"}}')
 
 
-def _decode_failing_once(trial: Trial, fault: Answer | None, **changes: Any) -> Conversation:
+def _decode_failing_once(trial: Trial, fault: ScriptedAnswer | None, **changes: Any) -> Conversation:
     carrier = trial.site.under.carrier
 
-    def prefill(leg: Leg) -> Answer:
+    def prefill(leg: SeenLeg) -> ScriptedAnswer:
         return prefill_answer(carrier, talk, leg, **changes)
 
-    def decode(leg: Leg) -> Answer:
+    def decode(leg: SeenLeg) -> ScriptedAnswer:
         return fault if fault is not None and len(talk.decodes) == 1 else decode_answer(leg)
 
     talk = trial.talk(prefill, decode)
@@ -46,7 +46,7 @@ async def check_next_try(trial: Trial) -> None:
     _expect_next(talk.prefills[0], talk.prefills[1])
 
 
-def _expect_next(first: Leg, second: Leg) -> None:
+def _expect_next(first: SeenLeg, second: SeenLeg) -> None:
     told: list[dict[str, Any]] = [leg.document.get("transfer") or {} for leg in (first, second)]
     expect(told[0].get("attempt") == 1, f"the first attempt is {told[0].get('attempt')!r}")
     expect(told[1].get("attempt") == 2, f"the second attempt is {told[1].get('attempt')!r}")
@@ -98,7 +98,7 @@ async def check_claimed_blocks(trial: Trial) -> None:
 )
 async def check_rest_of_lease(trial: Trial) -> None:
     """Compares what two decode legs are told of one lease."""
-    talk = _decode_failing_once(trial, Answer(503, b"{}", wait_s=_PAUSE_S))
+    talk = _decode_failing_once(trial, ScriptedAnswer(503, b"{}", wait_s=_PAUSE_S))
     await trial.ask(talk)
     expect(talk.decodes, "no decode leg was sent")
     told = [dig(leg.document, "lease", "ttl_ms") for leg in talk.decodes]
@@ -119,7 +119,7 @@ async def check_rest_of_lease(trial: Trial) -> None:
 )
 async def check_lease_over(trial: Trial) -> None:
     """Looks for KV that was handed on after its lease."""
-    talk = _decode_failing_once(trial, Answer(503, b"{}", wait_s=_PAUSE_S), lease={"ttl_ms": 200})
+    talk = _decode_failing_once(trial, ScriptedAnswer(503, b"{}", wait_s=_PAUSE_S), lease={"ttl_ms": 200})
     await trial.ask(talk)
     expect(talk.decodes, "no decode leg was sent")
     keys = [str(leg.document.get("load_keys")) for leg in talk.decodes if leg.document.get("load_keys")]

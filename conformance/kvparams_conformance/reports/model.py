@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
-from kvparams_conformance.checks import Result, Verdict
+from kvparams_conformance.checks import CheckResult, Verdict
 from kvparams_conformance.requirements import Specification
 
 __all__ = ["Line", "Report", "make_report"]
@@ -71,7 +71,7 @@ def make_report(
     subject: str,
     target: str,
     profiles: Sequence[str],
-    results: Sequence[Result],
+    results: Sequence[CheckResult],
     specification: Specification,
     seconds: float,
 ) -> Report:

@@ -94,7 +94,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("kvparams").addoption(
         _OPTION,
         metavar="PKG.MOD:FACTORY|URL",
-        help="run the conformance suite of kvparams on the store that this opens; in a URL, {folder} is an empty folder",
+        help="run the conformance suite of kvparams on this store; in a URL, {folder} is an empty folder",
     )
 
 

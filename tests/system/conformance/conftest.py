@@ -1,4 +1,4 @@
-"""Fixtures of the conformance kit's tests: the proxies that it tests, and their commands."""
+"""Provides the commands that start the proxies which the conformance kit is run on."""
 
 import shutil
 import subprocess

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvparams_conformance.checks import Check, Result, Verdict
+from kvparams_conformance.checks import Check, CheckResult, Verdict
 from kvparams_conformance.reports.files import write_html, write_json, write_junit
 from kvparams_conformance.reports.model import Report, make_report
 from kvparams_conformance.reports.table import write_table
@@ -22,7 +22,7 @@ async def nothing(_: Any) -> None:
 
 def report(*verdicts: Verdict, message: str = "seen", sent: str = "s") -> Report:
     results = [
-        Result(
+        CheckResult(
             Check("12.1" if at else "2.1", f"c{at}", "sends", "expects", ("store-proxy",), nothing, False, False),
             verdict,
             "" if verdict == "pass" else message,

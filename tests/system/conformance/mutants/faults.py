@@ -1,4 +1,4 @@
-"""Reads single-fault mutants of a proxy, makes them, and runs the conformance kit on them."""
+"""Makes single-fault mutants of a proxy, and runs the conformance kit on them."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from kvparams_conformance.checks import Result, select_checks
+from kvparams_conformance.checks import CheckResult, select_checks
 from kvparams_conformance.proxy_checks import proxy_checks
 from kvparams_conformance.proxy_runs import carrier_of, write_signing_keys
 from kvparams_conformance.runner import run_proxy_checks
@@ -70,14 +70,14 @@ def copy_with_fault(mutant: Mutant, sources: Iterable[Path], target: Path) -> No
     path.write_text(text, "utf-8")
 
 
-def run_profile(profile: str, command: str, folder: Path) -> list[Result]:
+def run_profile(profile: str, command: str, folder: Path) -> list[CheckResult]:
     """Returns the verdicts of all checks of a profile on a proxy."""
     under = Under(carrier_of(profile), command=command, keys=write_signing_keys(folder / "signing-keys.json"))
     checks = select_checks(proxy_checks(), (profile,), ())
     return asyncio.run(run_proxy_checks(checks, under))
 
 
-def caught_by(results: Iterable[Result]) -> list[str]:
+def caught_by(results: Iterable[CheckResult]) -> list[str]:
     """Returns the checks that a program does not pass."""
     return [result.check.id for result in results if result.verdict not in ("pass", "skip")]
 
