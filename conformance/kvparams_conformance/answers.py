@@ -64,7 +64,7 @@ def prefill_result(talk: Conversation, leg: SeenLeg, **changes: Any) -> dict[str
 
 def load_keys(talk: Conversation, leg: SeenLeg) -> list[str]:
     """Returns the keys that prefill answers with: of no other conversation, and of no other leg."""
-    return [f"agreed.{talk.tag}.{leg.order}.{page}" for page in range(2)]
+    return [f"agreed.{talk.tag}.{leg.engine}.{leg.order}.{page}" for page in range(2)]
 
 
 def nixl_params(talk: Conversation, leg: SeenLeg, **changes: Any) -> dict[str, Any]:

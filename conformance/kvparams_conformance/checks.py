@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Check", "CheckFailed", "Checks", "NotJudged", "Result", "Verdict", "expect", "select_checks"]
+__all__ = ["Check", "CheckFailed", "CheckResult", "Checks", "NotJudged", "Verdict", "expect", "select_checks"]
 
 Verdict = Literal["pass", "fail", "choice", "skip", "error"]
 """`choice`: the program does something else where the protocol lets it. `error`: the check could not be judged."""
@@ -42,7 +42,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CheckResult:
     """The verdict on one check."""
 
     check: Check

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Self
 
-__all__ = ["Connection", "ConnectionEnded", "Head", "MessageError", "TooLong", "encode_head"]
+__all__ = ["Connection", "ConnectionEnded", "Head", "TooLong", "WireError", "encode_head"]
 
 _CHUNK_BYTES: Final = 64 << 10
 _MAX_HEAD_BYTES: Final = 64 << 10
@@ -17,15 +17,15 @@ _MAX_BUFFER_BYTES: Final = 256 << 10
 """The pump stops reading while this much is unread, so that a peer that floods waits."""
 
 
-class MessageError(Exception):
+class WireError(Exception):
     """The peer sent what is no HTTP/1.1 message."""
 
 
-class TooLong(MessageError):
+class TooLong(WireError):
     """The peer sent more than the reader accepts."""
 
 
-class ConnectionEnded(MessageError):
+class ConnectionEnded(WireError):
     """The peer closed the connection before the message was complete."""
 
 
@@ -46,7 +46,7 @@ class Head:
         """Returns the status of a response."""
         parts = self.start.split(" ", 2)
         if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not parts[1].isdigit():
-            raise MessageError(f"not a status line: {self.start[:80]!r}")
+            raise WireError(f"not a status line: {self.start[:80]!r}")
         return int(parts[1])
 
 
@@ -112,7 +112,7 @@ class Connection:
         for line in lines[1:]:
             name, colon, value = line.partition(":")
             if not colon:
-                raise MessageError(f"not a header: {line[:80]!r}")
+                raise WireError(f"not a header: {line[:80]!r}")
             headers.append((name.lower(), value.strip(" \t")))
         return Head(lines[0], tuple(headers))
 
@@ -136,7 +136,7 @@ class Connection:
                 pass
         elif (length := head.get("content-length")) is not None:
             if not length.isdigit():
-                raise MessageError(f"a content-length of {length[:80]!r}")
+                raise WireError(f"a content-length of {length[:80]!r}")
             async for part in self._read_exactly(int(length)):
                 yield part
         elif until_close:
@@ -169,7 +169,7 @@ class Connection:
         try:
             return int(line, 16)
         except ValueError:
-            raise MessageError(f"a chunk size of {line[:40]!r}") from None
+            raise WireError(f"a chunk size of {line[:40]!r}") from None
 
     async def send(self, *parts: bytes) -> None:
         """Sends bytes. An error means that the peer has closed."""

@@ -27,7 +27,6 @@ NOT_SEEN_FROM_OUTSIDE = {
         "3.6": "5.3 sends 2^64 - 1",
         "3.8": "inside an engine",
         "3.9": "inside an engine",
-        "3.11": "3.14 sends an address as an id",
         "4.2": "needs the store",
         "4.5": "needs the store: the profile store checks pages",
         "6.4": "inside an engine",

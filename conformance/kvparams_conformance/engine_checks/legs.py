@@ -241,6 +241,16 @@ async def check_release(trial: EngineTrial) -> None:
 )
 async def check_address(trial: EngineTrial) -> None:
     """Listens at an address that the engine's configuration does not allow."""
+    await _expect_no_connection(trial, with_address=True)
+
+
+@_add("3.11", "id", "legs whose `producer.id` is an address where the kit listens", "nobody connects to it")
+async def check_id(trial: EngineTrial) -> None:
+    """Names an instance like an address."""
+    await _expect_no_connection(trial, with_address=False)
+
+
+async def _expect_no_connection(trial: EngineTrial, *, with_address: bool) -> None:
     came: list[object] = []
 
     async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -250,7 +260,7 @@ async def check_address(trial: EngineTrial) -> None:
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
-        other = {"id": address, "address": address}
+        other = {"id": address, "address": address} if with_address else {"id": address}
         phase = "prefill" if trial.engine.role == "prefill" else "decode"
         document = trial.document(phase, load_keys=_ABSENT_KEYS, on_load_failure="recompute")
         document["consumer" if phase == "prefill" else "producer"] = other

@@ -39,9 +39,7 @@ def _expect_private(reply: Reply) -> None:
 )
 async def check_json(trial: Trial) -> None:
     """Answers with a `decode_result`."""
-    talk = trial.talk(
-        decode=lambda leg: ScriptedAnswer(body=dump(completion(leg, "answer", kv_transfer_params=_PARAMS)))
-    )
+    talk = trial.talk(decode=_with_params)
     reply = await trial.ask(talk)
     expect_answered(talk, reply)
     _expect_private(reply)

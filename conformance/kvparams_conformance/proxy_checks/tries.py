@@ -46,6 +46,23 @@ async def check_next_try(trial: Trial) -> None:
     _expect_next(talk.prefills[0], talk.prefills[1])
 
 
+@CHECKS.add(
+    "3.7",
+    "no-gap",
+    sends="a lease of 0.2 s, and a decode leg that fails with 503 after 0.4 s",
+    expects="the legs have the attempts 1 and 2, and none is left out",
+    profiles=DOCUMENT,
+    isolated=True,
+)
+async def check_no_gap(trial: Trial) -> None:
+    """Lets a try end of which nothing can be used, and looks at the number of the next one."""
+    talk = _decode_failing_once(trial, ScriptedAnswer(503, b"{}", wait_s=_PAUSE_S), lease={"ttl_ms": 200})
+    await trial.ask(talk)
+    told = [dig(leg.document, "transfer", "attempt") for leg in talk.legs]
+    found = list(dict.fromkeys(told))
+    expect(found == list(range(1, len(found) + 1)), f"the attempts are {told}")
+
+
 def _expect_next(first: SeenLeg, second: SeenLeg) -> None:
     told: list[dict[str, Any]] = [leg.document.get("transfer") or {} for leg in (first, second)]
     expect(told[0].get("attempt") == 1, f"the first attempt is {told[0].get('attempt')!r}")

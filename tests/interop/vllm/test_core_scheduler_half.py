@@ -70,6 +70,16 @@ def test_equal_ids_with_other_content_have_other_keys(half: SchedulerConnector, 
     assert key_of(half, make_request("again too", lora_request=adapters[0])) == keys[7]
 
 
+def refuse_lookups(half: SchedulerConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every lookup in the store raise LookupError."""
+
+    def refuse(plan: object) -> None:
+        raise LookupError(plan)
+
+    search = half.state._search
+    monkeypatch.setattr(half.state, "_search", SimpleNamespace(plan=search.plan, pages=search.pages, look_up=refuse))
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -88,8 +98,25 @@ def test_equal_ids_with_other_content_have_other_keys(half: SchedulerConnector, 
         {"mm_features": [make_image("x", identifier="0" * 64 + "\n")]},
     ],
 )
-def test_what_no_key_can_say_is_not_cached(half: SchedulerConnector, more: dict[str, Any]) -> None:
+def test_what_no_key_can_say_is_not_cached(
+    half: SchedulerConnector, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither stored nor looked up."""
     assert saves_of(half, make_request("r", **more)) == []
+    asked = make_request("again", **more)
+    refuse_lookups(half, monkeypatch)
+    half.new_request(asked)
+    assert half.get_num_new_matched_tokens(asked, 0) == (0, False)
+    half.request_finished(asked)
+
+
+def test_an_ordinary_request_is_stored_and_looked_up(half: SchedulerConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the test above."""
+    assert len(saves_of(half, make_request("r"))) == 1
+    asked = make_request("again")
+    refuse_lookups(half, monkeypatch)
+    with pytest.raises(LookupError):
+        half.new_request(asked)
 
 
 @pytest.mark.parametrize(
