@@ -32,7 +32,7 @@ Examples:
       --prefill {prefill0} --prefill {prefill1} --decode {decode0} --decode {decode1}'
   kvparams conformance proxy --profile nixl-proxy --start 'my-router --port {port} ...' --html report.html
   kvparams conformance engine http://127.0.0.1:8000 --profile engine
-  kvparams conformance store 'file:///dev/shm/kv?size=64MiB' --junit report.xml
+  kvparams conformance store 'file://{folder}/kv?size=64MiB' --junit report.xml
   kvparams conformance proxy --explain 12.1
 
 The kit tests from outside. For a proxy it starts four engines of its own, which misbehave as each check wants, and

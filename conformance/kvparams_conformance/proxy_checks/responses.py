@@ -56,7 +56,7 @@ async def check_json(trial: Trial) -> None:
 )
 async def check_stream(trial: Trial) -> None:
     """Streams events with KV parameters, whole and cut into small parts."""
-    cuts: tuple[Callable[[bytes], tuple[bytes | float, ...]], ...] = (lambda text: (text,), _pieces(7))
+    cuts: tuple[Callable[[bytes], tuple[bytes | float, ...]], ...] = (lambda text: (text,), _pieces(7), _pieces(1))
     for cut in cuts:
         talk = trial.talk(
             decode=lambda leg, cut=cut: stream(leg, _TEXTS, cut=cut, members={"kv_transfer_params": _PARAMS})
