@@ -301,7 +301,11 @@ func answer(w http.ResponseWriter, status int, text string) {
 func answerError(w http.ResponseWriter, err error) {
 	found := &refusal{502, "no engine has answered", ""}
 	errors.As(err, &found)
-	answer(w, found.status, fmt.Sprintf(`{"error":{"message":%s,"type":"proxy_error","param":%s,"code":null}}`, quote(found.message), quote(found.param)))
+	param := "null"
+	if found.param != "" {
+		param = quote(found.param)
+	}
+	answer(w, found.status, fmt.Sprintf(`{"error":{"message":%s,"type":"proxy_error","param":%s,"code":null}}`, quote(found.message), param))
 }
 
 func take(role string) engine {
