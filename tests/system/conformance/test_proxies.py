@@ -29,7 +29,6 @@ def test_our_proxy_keeps_every_profile(name: str, ours: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "mode",
     [
-        "conditional",
         "concurrent_legs",
         "conditional,remote_tokens=1",
         "decode_local_prefill_remote",
