@@ -26,7 +26,7 @@ OR_SAY = || { echo "$(@D) is not complete: what pip said stands above; the same 
 # Tests start processes by the hundred: these read what was compiled before, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: docs help install install-lmcache install-vllm test-vllm test-vllm-long install-peers install-sglang test-sglang servers demo serve check unit fast lint native asan test test-long soak bench-peers bench-proxy bench-protocol bench-index bench-store dist clean
+.PHONY: docs help install install-lmcache install-vllm test-vllm test-vllm-long install-peers install-sglang test-sglang servers demo serve check unit fast lint native asan test test-long soak bench-peers scorecard bench-proxy bench-protocol bench-index bench-store dist clean
 
 help:
 	@echo "make install      everything into .venv; the others do it first where it is missing"
@@ -47,6 +47,7 @@ help:
 	@echo "make soak         the stress tests at full length; records what they saw in benchmarks/soak.jsonl"
 	@echo "make bench-peers  the proxy beside three Rust routers: CPU per request, throughput, latency (10 min, a C compiler)"
 	@echo "                  QUICK=1: shorter rounds, 2 to 3 min"
+	@echo "make scorecard    the conformance kit on proxies that people use; writes docs/scorecard.md (2 min)"
 	@echo "make bench-proxy  CPU per request of the proxy, beside its floors alone"
 	@echo "make bench-protocol  CPU of the protocol on the request path, beside msgspec"
 	@echo "make bench-index  speed, memory and pauses of the prefix index, beside Dynamo's"
@@ -215,11 +216,21 @@ install-peers: .venv-peers/.ready
 
 .venv-peers/.ready: Makefile
 	$(PYTHON) -m venv $(@D)
-	$(PIP) $(INSTALL) vllm-router==0.1.17 sglang-router==0.3.2 smg==1.13.0 $(OR_SAY)
+	$(PIP) $(INSTALL) vllm-router==0.1.17 sglang-router==0.3.2 smg==1.13.0 httpx fastapi uvicorn $(OR_SAY)
 	@touch $@
 
 bench-peers: $(READY) install-peers
 	$(BIN)/python -m benchmarks.peers $(if $(QUICK),--quick)
+
+# vLLM's example proxies are in its source archive alone. pip cannot prepare that one here, and leaves it unpacked.
+.venv-peers/sources/.ready: | install-peers
+	mkdir -p $(@D)
+	-TMPDIR=$(abspath $(@D)) .venv-peers/bin/python -m pip download -q --no-clean --no-deps --no-binary :all: --no-build-isolation -d $(@D) vllm==0.32.0
+	@find $(@D) -name toy_proxy_server.py | grep -q . || { echo "the source archive of vLLM could not be fetched" >&2; exit 1; }
+	@touch $@
+
+scorecard: $(READY) install-peers .venv-peers/sources/.ready
+	$(BIN)/python -m benchmarks.scorecard
 
 bench-proxy: $(READY)
 	$(BIN)/python -m benchmarks.peers --peers none --parts defaults $(if $(QUICK),--quick)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Puts on this machine what the tests start: valkey-server 8, RabbitMQ 3.10 or later, the libraries that Mooncake loads,
-# Node, 18 or later, kubectl, systemd-analyze, Chromium, Prometheus, and a C compiler.
+# Node, 18 or later, Go, kubectl, systemd-analyze, Chromium, Prometheus, and a C compiler.
 # They are only installed: every test starts its own, on a free port of the loopback interface, and ends it.
 set -euo pipefail
 
@@ -8,6 +8,7 @@ missing=()
 command -v valkey-server >/dev/null || missing+=(valkey-server)
 ls /usr/lib/rabbitmq/lib/rabbitmq_server-*/sbin/rabbitmq-server >/dev/null 2>&1 || missing+=(rabbitmq-server)
 command -v node >/dev/null || missing+=(nodejs)
+command -v go >/dev/null || missing+=(golang-go)
 command -v kubectl >/dev/null || missing+=(kubernetes-client)
 command -v systemd-analyze >/dev/null || missing+=(systemd)
 command -v chromium >/dev/null || missing+=(chromium)

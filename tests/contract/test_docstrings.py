@@ -15,6 +15,7 @@ PACKAGES: Final = {
     "kvparams": ROOT / "kvparams",
     "kvparams_proxy": ROOT / "proxy" / "kvparams_proxy",
     "kvparams_connectors": ROOT / "connectors" / "kvparams_connectors",
+    "kvparams_conformance": ROOT / "conformance" / "kvparams_conformance",
 }
 TESTS: Final = ROOT / "tests"
 DOCUMENTED_SHARE: Final = 0.95

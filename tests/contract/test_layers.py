@@ -19,6 +19,7 @@ LAYERS = {
     "kvparams": ROOT / "kvparams",
     "kvparams_proxy": ROOT / "proxy" / "kvparams_proxy",
     "kvparams_connectors": ROOT / "connectors" / "kvparams_connectors",
+    "kvparams_conformance": ROOT / "conformance" / "kvparams_conformance",
 }
 
 
@@ -38,6 +39,7 @@ FORBIDDEN: Final = {
     ),
     "fleet": ForbiddenImport("kvparams_proxy/fleet/fleet.py", "import kvparams_proxy.fleet.registry.registry"),
     "connectors": ForbiddenImport("kvparams_connectors/arena.py", "import kvparams_connectors.stores.extents"),
+    "conformance": ForbiddenImport("kvparams_conformance/checks.py", "import kvparams_conformance.site"),
     "named-stores": ForbiddenImport(
         "kvparams_connectors/cli/doctor_command.py", "import kvparams_connectors.stores.file.store"
     ),
@@ -52,12 +54,14 @@ OPTIONAL: Final = {
     "kvparams": {"numpy", "msgspec", "cryptography", "zmq"},
     "kvparams_proxy": {"numpy", "msgspec", "tokenizers", "jinja2", "zmq", "opentelemetry", "aio_pika"},
     "kvparams_connectors": {"torch", "cryptography", "mooncake", "valkey", "lmcache", "vllm", "sglang", "matplotlib"},
+    "kvparams_conformance": {"pytest", "numpy", "starlette", "torch"},
 }
 """Libraries that come with an extra. Without them the entry modules below are imported all the same."""
 ENTRY_MODULES: Final = {
     "kvparams": ("kvparams.cli", "kvparams.routing.managers.factory", "kvparams.dialects.registry"),
     "kvparams_proxy": ("kvparams_proxy.cli.proxy_command", "kvparams_proxy.server.app"),
     "kvparams_connectors": ("kvparams_connectors.store", "kvparams_connectors.stores.file.store"),
+    "kvparams_conformance": ("kvparams_conformance.cli.conformance_command", "kvparams_conformance.reports.files"),
 }
 
 

@@ -10,6 +10,7 @@ PACKAGES = (
     ROOT / "kvparams",
     ROOT / "proxy" / "kvparams_proxy",
     ROOT / "connectors" / "kvparams_connectors",
+    ROOT / "conformance" / "kvparams_conformance",
 )
 
 

@@ -17,17 +17,16 @@ TEXT = (SPEC / "spec.md").read_text()
 NUMBER = r"[a-z0-9.]+#\d+\.\d+"
 PAGES = ("engine.md", "store.md", "proxy.md")
 SHOWN = {
-    "1.0#3.7": "tests/system/proxy/telemetry/test_request_log.py::"
-    "test_retries_show_their_transfers_and_where_they_went",
-    "1.0#3.9": "tests/unit/kvparams/routing/test_prefill_then_decode.py::"
-    "test_kv_whose_lease_has_run_out_is_computed_again",
+    "1.0#3.7": "tests/system/conformance/test_shown.py::"
+    "test_another_try_has_another_transfer_the_next_attempt_and_the_same_request_id",
+    "1.0#3.9": "tests/system/conformance/test_shown.py::"
+    "test_the_rest_of_a_lease_is_handed_on_and_nothing_of_one_that_is_over",
     "1.0#3.10": "tests/system/reference_engine/test_handover.py::"
     "test_kv_that_is_not_there_is_recomputed_or_an_error_as_asked",
-    "1.0#3.11": "tests/unit/connectors/transfer/test_connector.py::test_load_keys_are_promises_and_never_addresses",
+    "1.0#3.11": "tests/system/conformance/test_engines.py::test_the_reference_engine_derives_no_address_from_an_id",
     "1.0#3.13": "tests/system/proxy/test_legs.py::"
     "test_prefill_is_asked_for_one_token_and_decode_for_what_the_client_asked",
-    "1.0#4.1": "tests/system/proxy/test_legs.py::"
-    "test_prefill_is_asked_for_one_token_and_decode_for_what_the_client_asked",
+    "1.0#4.1": "tests/system/conformance/test_shown.py::test_all_documents_of_a_try_are_of_one_request_and_transfer",
     "1.0#4.2": "tests/system/reference_engine/test_handover.py::"
     "test_decode_computes_one_prompt_token_and_says_what_one_engine_says",
     "1.0#4.3": "tests/system/proxy/test_failover.py::test_with_nixl_a_claimed_transfer_is_never_asked_for_again",
@@ -38,8 +37,7 @@ SHOWN = {
     "1.0#12.1": "tests/unit/proxy/requests/test_forbidden_fields.py::"
     "test_no_client_makes_an_engine_go_anywhere_or_load_anything_that_the_proxy_has_not_chosen",
     "1.0#12.2": "tests/unit/proxy/execution/test_corrections.py::test_cached_tokens_become_prefills_and_params_go",
-    "1.0#12.5": "tests/system/proxy/telemetry/test_request_log.py::"
-    "test_nothing_of_prompt_answer_key_or_address_is_in_it",
+    "1.0#12.5": "tests/system/conformance/test_shown.py::test_salts_keys_and_ids_of_engines_stand_in_no_log",
 }
 """Tests that show a requirement and do not name it."""
 UNSHOWN = {

@@ -32,6 +32,7 @@ ALLOWED: Final[dict[str, tuple[int, str]]] = {
     "interop/connectors/test_mooncake_faults.py": (1, PACE),
     "interop/connectors/test_peer_mooncake.py": (1, MOMENT),
     "interop/vllm/calm_ranks/sitecustomize.py": (1, "it replaces `sched_yield` in an engine's processes"),
+    "system/conformance/test_bad_proxies.py": (4, "programs that do nothing for ever, as proxies under test"),
     "support/connectors/stopping.py": (1, PACE),
     "support/connectors/valkey_relay.py": (2, CLIENT),
     "support/kubernetes/api_server.py": (3, PACE),

@@ -1,4 +1,7 @@
-"""Checks that `spec/draft` changes only the wording of 1.0, and that its errata and links name what exists."""
+"""Checks that `spec/draft` keeps the requirements of 1.0 and adds sections, and that what it names exists.
+
+The sections that 1.0 does not have are numbered like the others, and stand in the profiles.
+"""
 
 import json
 import re
@@ -10,7 +13,9 @@ import pytest
 from tests.support.kvparams.spec_folder import ROOT, SPEC
 
 DRAFT = ROOT / "spec" / "draft"
-PAGES = ("spec.md", "engine.md", "store.md", "proxy.md", "errata.md")
+PAGES = ("spec.md", "engine.md", "store.md", "proxy.md", "store-proxy.md", "errata.md")
+ADDED = ("17", "18", "19")
+"""The sections that the draft has and 1.0 does not."""
 KEYWORD = re.compile(r"\b(?:MUST|SHOULD)(?: NOT)?\b|\bMAY\b")
 CITED_VECTOR = re.compile(r'`([a-z0-9/_-]+\.json)`, "([^"]+)"')
 
@@ -35,7 +40,19 @@ def normative_keywords(text: str) -> dict[str, list[str]]:
 def changed_requirements(draft: Path, released: Path) -> list[str]:
     """Returns the requirements that only one of two folders has, and those with other keywords."""
     here, there = (normative_keywords((folder / "spec.md").read_text()) for folder in (draft, released))
-    return sorted(name for name in here.keys() | there.keys() if here.get(name) != there.get(name))
+    names = {name for name in here if not in_added_section(name)} | there.keys()
+    return sorted(name for name in names if here.get(name) != there.get(name))
+
+
+def in_added_section(name: str) -> bool:
+    """Returns whether a requirement, or a section, is one that 1.0 does not have."""
+    return name.removeprefix("section ").partition(".")[0] in ADDED
+
+
+def unnumbered(text: str) -> list[str]:
+    """Returns the lines of the added sections with a MUST outside a numbered requirement."""
+    added = text[text.index(f"## {ADDED[0]}. ") :]
+    return [line for line in added.splitlines() if re.search(r"\bMUST\b", line) and not line.startswith("- **draft#")]
 
 
 def errata_without_target(draft: Path, released: Path) -> list[str]:
@@ -88,6 +105,17 @@ def edit(page: Path, before: str, after: str) -> None:
 
 def test_the_draft_has_the_requirements_and_the_keywords_of_the_release() -> None:
     assert changed_requirements(DRAFT, SPEC) == []
+
+
+def test_every_must_of_an_added_section_has_a_number_in_order() -> None:
+    text = (DRAFT / "spec.md").read_text()
+    assert unnumbered(text) == []
+    assert unnumbered(text + "A reader MUST.\n") == ["A reader MUST."]
+    numbers = [one for one in normative_keywords(text) if in_added_section(one) and "." in one]
+    sections = {section: [one for one in numbers if one.startswith(f"{section}.")] for section in ADDED}
+    for section, found in sections.items():
+        assert found == [f"{section}.{number}" for number in range(1, len(found) + 1)], section
+        assert len(found) >= 5
 
 
 def test_each_erratum_names_a_requirement_and_its_vectors() -> None:

@@ -7,6 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Final, cast
 
@@ -14,7 +15,7 @@ import pytest
 
 from kvparams_connectors.conformance.helpers import Floors
 from kvparams_connectors.conformance.performance import SPEED
-from kvparams_connectors.store import KVStore
+from kvparams_connectors.store import KVStore, open_store
 
 __all__ = [
     "Factory",
@@ -55,6 +56,8 @@ def load_named_store(config: pytest.Config) -> NamedStore:
         pytest.UsageError: it cannot be imported, or is nothing that could be called.
     """
     text = cast("str | None", config.getoption(_OPTION))
+    if text is not None and "://" in text:
+        return NamedStore(_factory_of_url(text), Floors())
     module, colon, name = (text or "").partition(":")
     if not (module and colon and name):
         raise pytest.UsageError(f"{_OPTION}={text}: write package.module:factory")
@@ -73,10 +76,25 @@ def load_named_store(config: pytest.Config) -> NamedStore:
     return NamedStore(cast("Factory", factory), floors)
 
 
+def _factory_of_url(url: str) -> Factory:
+    """Returns a factory that opens a URL. `{folder}` in it stands for a test's own folder, `{name}` for a name of it.
+
+    A test needs an empty store. A URL without either is opened as it is, which suits stores of one process.
+    """
+
+    def factory(folder: Path) -> KVStore:
+        name = sha256(str(folder).encode()).hexdigest()[:16]
+        return open_store(url.replace("{folder}", str(folder)).replace("{name}", name))
+
+    return factory
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The option that names the store."""
     parser.getgroup("kvparams").addoption(
-        _OPTION, metavar="PKG.MOD:FACTORY", help="run the conformance suite of kvparams on the store that this opens"
+        _OPTION,
+        metavar="PKG.MOD:FACTORY|URL",
+        help="run the conformance suite of kvparams on this store; in a URL, {folder} is an empty folder",
     )
 
 

@@ -163,6 +163,7 @@ class PrefillThenDecode:
             LossyDowngrade: the decode engine cannot be told what it must understand.
         """
         context, request = state.context, state.request
+        is_claimed = False  # then another leg is another attempt; one that never follows counts for none
         while True:
             if state.decode is None:
                 try:
@@ -177,6 +178,8 @@ class PrefillThenDecode:
                 if not context.may_retry():
                     raise LegFailed("the KV expired before a decode engine had room", another=False)
                 return False
+            if is_claimed:
+                state.begin_next()
             state.decode = None  # its leg gives it back
             params = self._documents.leg_changes(
                 kv.native,
@@ -195,6 +198,7 @@ class PrefillThenDecode:
             except LegFailed as failure:
                 if not self._may_try_another(state, speech, prefill, decode, failure):
                     return False
+                is_claimed = failure.may_have_acted
 
     def _may_try_another(
         self, state: AttemptState, speech: Dialect, prefill: Instance, decode: Instance, failure: LegFailed
@@ -216,6 +220,4 @@ class PrefillThenDecode:
         if is_fetched or state.context.should_fail_over(prefill, state.failed):
             state.failed.append(prefill.id)
             return False
-        if failure.may_have_acted:
-            state.begin_next()
         return True

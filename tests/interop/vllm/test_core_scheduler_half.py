@@ -70,6 +70,19 @@ def test_equal_ids_with_other_content_have_other_keys(half: SchedulerConnector, 
     assert key_of(half, make_request("again too", lora_request=adapters[0])) == keys[7]
 
 
+def record_lookups(half: SchedulerConnector, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Returns the plans that are looked up in the store from now on."""
+    found: list[object] = []
+    search = half.state._search
+
+    def look_up(plan: Any) -> Any:
+        found.append(plan)
+        return search.look_up(plan)
+
+    monkeypatch.setattr(half.state, "_search", SimpleNamespace(plan=search.plan, pages=search.pages, look_up=look_up))
+    return found
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -88,8 +101,27 @@ def test_equal_ids_with_other_content_have_other_keys(half: SchedulerConnector, 
         {"mm_features": [make_image("x", identifier="0" * 64 + "\n")]},
     ],
 )
-def test_what_no_key_can_say_is_not_cached(half: SchedulerConnector, more: dict[str, Any]) -> None:
+def test_what_no_key_can_say_is_not_cached(
+    half: SchedulerConnector, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is neither stored nor looked up."""
     assert saves_of(half, make_request("r", **more)) == []
+    asked = make_request("again", **more)
+    looked_up = record_lookups(half, monkeypatch)
+    half.new_request(asked)
+    assert half.get_num_new_matched_tokens(asked, 0) == (0, False)
+    assert looked_up == []
+    half.request_finished(asked)
+
+
+def test_an_ordinary_request_is_stored_and_looked_up(half: SchedulerConnector, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control of the test above."""
+    assert len(saves_of(half, make_request("r"))) == 1
+    asked = make_request("again")
+    looked_up = record_lookups(half, monkeypatch)
+    half.new_request(asked)
+    assert len(looked_up) == 1
+    half.request_finished(asked)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ EQUIVALENT: dict[str, str] = {
     "kvparams.routing.fair_queue:FairQueue._compact: del flow.lanes[lane]": f"{_LIMIT}fewer than 64 give up",
     "lifespan:_open_telemetry: stack.push_async_callback(spans.close)": f"{_LIMIT}there are no traces",
     "lifespan:_open_token_service: stack.callback(tokens.close)": f"{_LIMIT}there is no tokenizer",
-    "lifespan:_open_event_consumer: stack.callback(events.close)": f"{_LIMIT}no engine tells of its cache",
+    "lifespan_helpers:open_event_consumer: stack.callback(events.close)": f"{_LIMIT}no engine tells of its cache",
     "lifespan:_open_parts: stack.callback(LoopLag(loop, metrics.loop_lag).close)": "it is not made at all without it",
     "lifespan:_open_parts: stack.callback(trimmer.close)": f"{_LIMIT}bodies are too small to be trimmed",
     "http_server:_until_signal: server.stop()": f"{_LIMIT}there are no signals; tests/system/proxy/config/test_shutdown.py holds it",

@@ -1,0 +1,3 @@
+module store_proxy
+
+go 1.19

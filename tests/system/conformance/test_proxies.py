@@ -1,0 +1,68 @@
+"""Tests that proxies keep their profiles: ours in every one, and the two reference proxies in `store-proxy`."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from kvparams.cli import main
+from tests.support.processes import Processes, free_ports
+from tests.system.conformance.mutants.faults import run_profile
+from tests.system.conformance.runs import RUNS
+
+
+def failures(profile: str, command: str, folder: Path) -> list[str]:
+    """Returns what a proxy does not pass, with what was seen."""
+    results = run_profile(profile, command, folder)
+    assert len(results) > 8
+    assert sum(result.verdict == "pass" for result in results) >= len(results) - 1
+    return [f"{result.check.id}: {result.message}" for result in results if result.verdict not in ("pass", "skip")]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_our_proxy_keeps_every_profile(name: str, ours: str, tmp_path: Path) -> None:
+    profile, options = RUNS[name]
+    assert failures(profile, f"{ours} --log-requests - {options}", tmp_path) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "concurrent_legs",
+        "conditional,remote_tokens=1",
+        "decode_local_prefill_remote",
+        "prefill_local_decode_remote",
+        "prefill_then_decode,decode_first=true",
+    ],
+)
+def test_our_proxy_keeps_the_profile_in_other_modes(mode: str, ours: str, tmp_path: Path) -> None:
+    assert failures("store-proxy", f"{ours} --log-requests - --mode {mode} {RUNS['store'].options}", tmp_path) == []
+
+
+def test_a_proxy_that_runs_already_is_tested_at_its_url(
+    ours: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The kit starts the engines at the ports that the proxy was given, and says that it cannot read the log."""
+    port, *engines = free_ports(5)
+    urls = dict(zip(("prefill0", "prefill1", "decode0", "decode1"), engines, strict=True))
+    command = f"{ours} --probe 0.5 {RUNS['store'].options}".replace("{port}", str(port))
+    for name, engine_port in urls.items():
+        command = command.replace(f"{{{name}}}", f"http://127.0.0.1:{engine_port}")
+    words = ["conformance", "proxy", "--url", f"http://127.0.0.1:{port}", "--engine-ports", ",".join(map(str, engines))]
+    with Processes(tmp_path) as processes:
+        processes.start("proxy", shlex.split(command), ready=[f"http://127.0.0.1:{port}/metrics"])
+        status = main([*words, "--only", "2.1", "--only", "3.7", "--only", "12.5", "--verbose"])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert "3 pass, 1 skip" in said
+    assert "only where it has started the proxy" in said
+
+
+def test_the_reference_proxy_in_javascript_keeps_the_profile(node_proxy: str, tmp_path: Path) -> None:
+    assert failures("store-proxy", node_proxy, tmp_path) == []
+
+
+@pytest.mark.slow
+def test_the_reference_proxy_in_go_keeps_the_profile(go_proxy: str, tmp_path: Path) -> None:
+    assert failures("store-proxy", go_proxy, tmp_path) == []
