@@ -163,7 +163,7 @@ def _ask(directory: Path) -> Ask:
 def _round(port: int, pid: int, directory: Path, number: int) -> float:
     """Returns how many times more CPU a request costs with viewers, at `_RATE` requests per second.
 
-    The page costs the same each second, so that on a machine that is too busy for this rate a request would seem to cost
+    The page costs the same each second, so on a machine that is too busy for this rate a request would seem to cost
     more. Which side is first alternates.
     """
     found: dict[bool, tuple[float, float]] = {}
