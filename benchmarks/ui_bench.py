@@ -32,6 +32,7 @@ __all__ = ["main"]
 _ENGINES: Final = 500
 _VIEWERS: Final = 10
 _CONCURRENCY: Final = 48
+_RATE: Final = 2000.0
 _ROUND_S: Final = 5.0
 _IDLE_S: Final = 8.0
 _BROWSER_S: Final = 10.0
@@ -56,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ratio = median_interval(ratios)
         page = max(0.0, alone[1] - alone[0])
         print(f"{_ENGINES} engines, {_VIEWERS} viewers, policy {asked.policy}, {os.cpu_count()} cores")
-        print(f"CPU per request with viewers beside without: {ratio} (bar {_BARS[0]})")
+        told = f"at {_RATE:,.0f} requests/s: {ratio} (bar {_BARS[0]})"
+        print(f"CPU per request with viewers beside without, {told}")
         print(f"CPU of the page without requests: {100 * page:.2f} % of a core (bar {100 * _BARS[1]:.0f} %)")
         thread = asyncio.run(_main_thread(port, Path(directory))) if asked.browser else 0.0
         if asked.browser:
@@ -159,22 +161,27 @@ def _ask(directory: Path) -> Ask:
 
 
 def _round(port: int, pid: int, directory: Path, number: int) -> float:
-    """Returns how many times more CPU a request costs with viewers. Which side is first alternates."""
-    found: dict[bool, float] = {}
+    """Returns how many times more CPU a request costs with viewers, at `_RATE` requests per second.
+
+    The page costs the same each second, so on a machine that is too busy for this rate a request would seem to cost
+    more. Which side is first alternates.
+    """
+    found: dict[bool, tuple[float, float]] = {}
     for is_viewed in (number % 2 == 0, number % 2 != 0):
         if is_viewed:
             with _viewers(port, _VIEWERS):
                 found[True] = _cost(port, pid, directory)
         else:
             found[False] = _cost(port, pid, directory)
-    return found[True] / found[False]
+    (viewed_s, per_s), (alone_s, _) = found[True], found[False]
+    return 1.0 + (viewed_s - alone_s) * per_s / (_RATE * alone_s)
 
 
-def _cost(port: int, pid: int, directory: Path) -> float:
-    """Returns the CPU seconds of the proxy for each request."""
+def _cost(port: int, pid: int, directory: Path) -> tuple[float, float]:
+    """Returns the CPU seconds of the proxy for each request, and the requests per second."""
     before = tree_usage(pid).cpu_s
     report = closed(port, _ask(directory), concurrency=_CONCURRENCY, requests=1_000_000, limit_s=_ROUND_S)
-    return (tree_usage(pid).cpu_s - before) / report.right
+    return (tree_usage(pid).cpu_s - before) / report.right, report.right_per_s
 
 
 async def _main_thread(port: int, directory: Path) -> float:
