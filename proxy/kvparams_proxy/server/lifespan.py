@@ -47,6 +47,7 @@ from kvparams_proxy.server.lifespan_helpers import (
     id_maker,
     open_decode_picker,
     reload_on_change,
+    response_ids,
     role_alone,
     switch_modes,
 )
@@ -299,6 +300,7 @@ def _execution_resources(
         kv_releaser=parts.kv_releaser,
         engine_addresses=parts.engine_addresses,
         handoff_verifier=plugins.handoff_verifier,
+        response_ids=response_ids(settings),
         decode_picker=decode_picker,
         token_service=parts.token_service,
         tracer=None if settings.trace is None else Tracer(settings.trace, Random()),

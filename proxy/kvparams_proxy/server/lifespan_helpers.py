@@ -16,9 +16,10 @@ from kvparams_proxy.execution.decode_picker import DecodePicker, ExternalDecodeP
 from kvparams_proxy.fleet.endpoint_names import EndpointNames
 from kvparams_proxy.requests.authentication import APIKeyAuthenticator
 from kvparams_proxy.requests.endpoints import APIEndpoint
+from kvparams_proxy.requests.response_ids import ResponseIds
 from kvparams_proxy.telemetry.exposition import MetricsExposition
 
-__all__ = ["id_maker", "open_decode_picker", "reload_on_change", "role_alone", "switch_modes"]
+__all__ = ["id_maker", "open_decode_picker", "reload_on_change", "response_ids", "role_alone", "switch_modes"]
 
 _KEYS_S: Final = 1.0
 """How often files of keys are looked at."""
@@ -65,6 +66,12 @@ async def reload_on_change(keys: APIKeyAuthenticator | ReloadingSigner | None, w
     finally:
         task.cancel()
         await asyncio.wait([task])
+
+
+def response_ids(settings: Settings) -> ResponseIds:
+    """Returns what makes the ids of stored responses. All proxies that share a fleet find each other's."""
+    sharing = settings.sharing
+    return ResponseIds(None if sharing is None else sharing.seed.to_bytes(8, "little"))
 
 
 def id_maker() -> Callable[[], str]:
