@@ -186,6 +186,8 @@ def _changes(
     changes = privacy_changes(said, b"", request_id, addresses, form=form)
     its_own = [name for name in fields if name not in form.public_members]
     for name in its_own:
+        if name in PRIVATE_MEMBERS and document[name] is None:
+            continue
         if name in PRIVATE_MEMBERS or len(its_own) > _MOST_OF_ITS_OWN:
             changes[name] = None
             continue

@@ -166,7 +166,8 @@ def _own_member_changes(
         allowance.spend(len(names) // _MEMBERS_PER_UNIT)
     for name in names:
         if name in PRIVATE_MEMBERS:
-            changes[name] = None
+            if document[name] is not None:  # null says nothing, and one engine alone would say it
+                changes[name] = None
             continue
         value = to_json(document[name])
         inside = strip_private_members(value)

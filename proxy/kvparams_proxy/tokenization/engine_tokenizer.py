@@ -5,7 +5,7 @@ not marked as broken.
 """
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, cast
 
 from pydantic_core import to_json
@@ -22,6 +22,8 @@ from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.requests.endpoints import EndpointKind
 from kvparams_proxy.requests.intake import ParsedRequest
 from kvparams_proxy.requests.long_body_receivers import TokenIdsReceiver, token_id_array
+from kvparams_proxy.tokenization.chat_conversion import as_chat
+from kvparams_proxy.tokenization.template_inputs import UnsupportedChatError
 from kvparams_proxy.upstream.interface import ExchangeHandle
 from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError
 
@@ -122,8 +124,10 @@ def build_tokenize_body(kind: EndpointKind, inbound: ParsedRequest) -> bytes | N
 
     Returns None for a request that it cannot express.
     """
-    names = _MEMBERS.get(kind)
     document = inbound.document
+    if kind in ("messages", "responses") and document is not None:
+        return _converted_body(kind, document) if inbound.is_document_complete else None
+    names = _MEMBERS.get(kind)
     if names is None or document is None or (kind == "completions" and not isinstance(document.get("prompt"), str)):
         return None
     body, spans = inbound.body, inbound.member_spans
@@ -138,6 +142,23 @@ def build_tokenize_body(kind: EndpointKind, inbound: ParsedRequest) -> bytes | N
             thinking = {} if effort is None else {"enable_thinking": effort != "none"}
             members["chat_template_kwargs"] = to_json({**thinking, **cast("dict[str, object]", given or {}), **further})
     return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in members.items())
+
+
+def _converted_body(kind: EndpointKind, document: Mapping[str, object]) -> bytes | None:
+    """Builds the body for a request that an engine makes a chat of."""
+    try:
+        chat = dict(as_chat(kind, document))
+        effort = chat.pop("reasoning_effort", None)
+        if effort is not None:
+            given = cast("dict[str, object]", chat.get("chat_template_kwargs") or {})
+            chat["chat_template_kwargs"] = {
+                "enable_thinking": effort != "none",
+                **given,
+                "reasoning_effort": effort,
+            }
+        return to_json(chat)
+    except (UnsupportedChatError, TypeError, ValueError):
+        return None
 
 
 def _is_long(field: MemberSpan | None) -> bool:
