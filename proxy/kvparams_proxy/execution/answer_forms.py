@@ -23,6 +23,7 @@ PUBLIC_MEMBERS: Final = frozenset(
         "prompt_token_ids",
         "prompt_text",
         "kv_transfer_params",
+        "ec_transfer_params",
     )
 )
 """Members of the API that hold nothing of an engine, or are looked at by name."""
@@ -33,7 +34,7 @@ _SUSPECTS: Final = (b'_params"', b'"error"', b'"nvext"', b'"remote_', b'"bootstr
 _MESSAGES_MEMBERS: Final = frozenset(
     (
         *("id", "type", "role", "model", "content", "stop_reason", "stop_sequence", "stop_details", "usage"),
-        *("container", "context_management", "kv_transfer_params"),
+        *("container", "context_management", "kv_transfer_params", "ec_transfer_params"),
         *("message", "index", "content_block", "delta"),
     )
 )
@@ -46,7 +47,8 @@ _RESPONSES_MEMBERS: Final = frozenset(
         *("tools", "top_p", "background", "conversation", "max_output_tokens", "max_tool_calls"),
         *("previous_response_id", "prompt", "prompt_cache_key", "prompt_cache_retention", "reasoning"),
         *("safety_identifier", "service_tier", "store", "text", "top_logprobs", "truncation", "user"),
-        *("presence_penalty", "frequency_penalty", "kv_transfer_params", "input_messages", "output_messages"),
+        *("presence_penalty", "frequency_penalty", "kv_transfer_params", "ec_transfer_params"),
+        *("input_messages", "output_messages"),
         *("type", "sequence_number", "response", "item", "item_id", "output_index", "content_index", "part", "delta"),
         *("arguments", "name", "logprobs", "refusal", "annotation", "annotation_index", "summary_index", "obfuscation"),
         *("code", "code_interpreter_call_id", "input"),
@@ -98,7 +100,7 @@ _MESSAGES: Final = AnswerForm(
     False,
     "message",
     _MESSAGES_MEMBERS,
-    (b'"input_tokens"', b'"message"', *_SUSPECTS),
+    (b'"input_tokens"', *_SUSPECTS),
     MESSAGES_USAGE,
     omits_params=True,
 )
@@ -107,7 +109,7 @@ _RESPONSES: Final = AnswerForm(
     False,
     "response",
     _RESPONSES_MEMBERS,
-    (b'"input_tokens"', b'"response"', *_SUSPECTS),
+    (b'"input_tokens"', *_SUSPECTS),
     RESPONSES_USAGE,
 )
 _FORMS: Final[Mapping[EndpointKind, AnswerForm]] = {

@@ -47,7 +47,7 @@ _LOOKED_AT: Final = 16 << 10
 """Bytes of a member that are searched for addresses."""
 _COPIED_BYTES: Final = 1 << 20
 _NEEDED: Final = frozenset(("id", "object", "system_fingerprint", "error", "usage", "kv_transfer_params", "type"))
-_SAYS_OF_ITSELF: Final = ("id", "object", "type", "system_fingerprint", "kv_transfer_params")
+_SAYS_OF_ITSELF: Final = ("id", "object", "type", "system_fingerprint", "kv_transfer_params", "ec_transfer_params")
 _NAMES: Final = b"|".join(name.encode() for name in sorted(PRIVATE_MEMBERS))
 _PRIVATE: Final = re.compile(rb'([{,])[ \t\r\n]*"(?:%b)"[ \t\r\n]*:[ \t\r\n]*' % _NAMES)
 _PRIVATE_TOO: Final = re.compile(rb'[ \t\r\n]*"(?:%b)"[ \t\r\n]*:[ \t\r\n]*' % _NAMES)

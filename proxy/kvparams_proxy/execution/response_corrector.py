@@ -33,6 +33,8 @@ _CROWDED: Final = 6_000
 _CHANGE_UNITS: Final = 1
 """What changing an event takes beyond examining it, in units of `Allowance`. Engines that say in each event who runs it
 write 230 bytes an event and more, so all events of a full read may be changed."""
+_PARAMS: Final = b'_params"'
+_NO_PARAMS: Final = b'_params":null'
 _NO_CONTENT: Final = "the engine's answer has no content"
 _TOO_MUCH: Final = "an event of its stream has too many members to be corrected"
 
@@ -112,7 +114,7 @@ class ResponseCorrector:
         """
         form = self._form
         crowded = event and len(raw) > 2 * _CROWDED and raw.count(b'"') > _CROWDED
-        if crowded and not form.event_wrapper and (b'_params"' in raw or not form.public_members.issuperset(document)):
+        if crowded and not form.event_wrapper and (_PARAMS in raw or not form.public_members.issuperset(document)):
             raise UpstreamError(_TOO_MUCH)
         allowance = self._allowance if event else None
         changes = privacy_changes(document, raw, self._request_id, self._addresses, allowance, form)
@@ -199,8 +201,11 @@ class ResponseCorrector:
                     done.append(raw[at:start])
                     at = start
                 end = ends.after(at)
-                allowance.spend(1)
-                done.append(self._event(raw[at:end]))
+                if suspects is not None and not self._closely and _says_no_params(raw[at:end], words, suspects, end):
+                    done.append(raw[at:end])
+                else:
+                    allowance.spend(1)
+                    done.append(self._event(raw[at:end]))
                 at = end
         except UpstreamErrorResponse as refusal:
             refusal.preceding_events = b"".join(done)
@@ -222,6 +227,17 @@ class ResponseCorrector:
         end = b"\r\n" if event.endswith(b"\r\n\r\n") else b"\n"
         # `event_data` has joined the lines with LF, which a JSON string cannot hold
         return b"%bdata: %b%b%b" % (others, corrected.replace(b"\n", end + b"data: "), end, end)
+
+
+def _says_no_params(event: bytes, words: Sequence[bytes], suspects: Sequence[int], end: int) -> bool:
+    """Returns whether all that is suspicious of an event are KV params that are null, as each event of some APIs has.
+
+    `suspects` holds where each of the words stands first from the event on, which ends at `end`.
+    """
+    for word, found in zip(words, suspects, strict=True):
+        if word != _PARAMS and 0 <= found < end:
+            return False
+    return event.count(_PARAMS) == event.count(_NO_PARAMS)
 
 
 def _edit_usage(usage: bytes, document: Mapping[str, object], changes: Mapping[str, bytes | None]) -> bytes:

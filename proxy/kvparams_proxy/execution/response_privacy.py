@@ -133,9 +133,11 @@ def privacy_changes(
         changes["system_fingerprint"] = b"null"
     if document.get("kv_transfer_params") is not None:  # null where there are none, as one engine alone would say
         changes["kv_transfer_params"] = None if form.omits_params else b"null"
+    if document.get("ec_transfer_params") is not None:
+        changes["ec_transfer_params"] = None
     if not public.issuperset(document):
         changes.update(_own_member_changes(document, raw, addresses, allowance, public))
-    params = raw.count(b'_params"') - ("kv_transfer_params" in document)
+    params = raw.count(b'_params"') - ("kv_transfer_params" in document) - ("ec_transfer_params" in document)
     if params:
         params -= sum(name.endswith("_params") for name in document if name not in public)
     if (params > 0 or raw.find(b'"remote_') >= 0 or raw.find(b'"bootstrap_') >= 0) and "choices" in document:

@@ -313,7 +313,8 @@ class StreamRelay:
         """
         if has_data(events):
             self._heard = True
-            require_no_error(events)
+            if self._form.has_choices or b'"error"' in events:
+                require_no_error(events)
         self._held += whole
         if len(self._held) > _HELD_BYTES:
             raise UpstreamError("the engine's stream holds nothing but comments and empty events")
