@@ -43,7 +43,7 @@ def build_leg_request(
     inbound: ParsedRequest,
     leg: Leg,
     recorder: StreamRecorder | None,
-    response_ids: ResponseIds,
+    response_ids: ResponseIds | None = None,
 ) -> tuple[bytes, UpstreamBody]:
     """Returns the path and the body of one leg. `response_ids` names the response of a leg that answers the client."""
     body, spans = inbound.body, inbound.member_spans
@@ -51,7 +51,7 @@ def build_leg_request(
     changes = {**inbound.changes, **leg.changes} if inbound.changes else leg.changes
     if recorder is not None and leg.answers_client:
         changes = {**_IDS, **changes}
-    if endpoint.kind == "responses" and leg.answers_client:
+    if response_ids is not None and endpoint.kind == "responses" and leg.answers_client:
         named = response_ids.make(inbound.facts.tenant, leg.instance.id)
         changes = {**changes, "request_id": b'"%b"' % named.encode()}
     if leg.resume_from is not None and inbound.document is not None:

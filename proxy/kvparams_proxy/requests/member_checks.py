@@ -39,10 +39,10 @@ _RARE: Final = frozenset(
 )
 _RARE_OF_KIND: Final[Mapping[EndpointKind, frozenset[str]]] = {
     "messages": _RARE | {"tool_choice"},
-    "responses": _RARE | {"max_output_tokens", "background", "truncation", "previous_response_id"},
+    "responses": _RARE | {"background", "truncation", "previous_response_id"},
 }
 """The same of endpoints that have further ones."""
-_WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"))
+_WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
 _ENCODINGS: Final = (None, "float", "base64")
 """vLLM 0.32.0 answers the others with application/octet-stream (entrypoints/pooling)."""
 _ONE_CHOICE: Final = ("messages", "responses", "other")
@@ -97,7 +97,8 @@ def check_members(
             prompts += rare.more_prompts
             if ids is not None:
                 ids, routing_ids = _computed_ids(document, ids, prompts)
-        most = _whole(document, "max_tokens", 0 if rare.prompt_only else 1)
+        limit = "max_output_tokens" if kind == "responses" else "max_tokens"
+        most = _whole(document, limit, 0 if rare.prompt_only else 1)
         if most is None and kind == "messages":
             raise invalid_member_error("max_tokens", "`max_tokens` is required: a whole number from 1 on")
         stream = _optional(document, "stream", bool, "true or false") or False

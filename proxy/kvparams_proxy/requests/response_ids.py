@@ -7,6 +7,7 @@ so all workers and all proxies of a site can. A tenant finds no response of anot
 
 from collections.abc import Iterable
 from hashlib import blake2s
+from itertools import count
 from secrets import token_bytes, token_hex
 from typing import Final
 
@@ -15,9 +16,12 @@ from kvparams.instances import Instance
 __all__ = ["ResponseIds"]
 
 _PREFIX: Final = "resp_"
-_RANDOM_BYTES: Final = 16
+_RUN_BYTES: Final = 10
+_COUNTER_CHARS: Final = 12
 _TAG_BYTES: Final = 8
-_ID_CHARS: Final = len(_PREFIX) + 2 * (_RANDOM_BYTES + _TAG_BYTES)
+"""Nobody guesses so many: an id without keys is known only to those who were told it."""
+_TAG_AT: Final = len(_PREFIX) + 2 * _RUN_BYTES + _COUNTER_CHARS
+_ID_CHARS: Final = _TAG_AT + 2 * _TAG_BYTES
 
 
 class ResponseIds:
@@ -26,24 +30,22 @@ class ResponseIds:
     def __init__(self, secret: bytes | None = None) -> None:
         """`secret` is what the proxies of a site have in common; without it, ids are of this process alone."""
         self._key: Final = token_bytes(32) if secret is None else secret
+        self._run: Final = _PREFIX + token_hex(_RUN_BYTES)
+        self._numbers: Final = count()
 
     def make(self, tenant: str, instance_id: str) -> str:
         """Returns a new id for a response that this instance makes for this tenant."""
-        random = token_hex(_RANDOM_BYTES)
-        return f"{_PREFIX}{random}{self._tag(random, tenant, instance_id)}"
+        unique = f"{self._run}{next(self._numbers):0{_COUNTER_CHARS}x}"
+        return unique + self._tag(unique, tenant, instance_id)
 
     def find(self, response_id: str, tenant: str, instances: Iterable[Instance]) -> Instance | None:
         """Returns the instance that has made this response for this tenant, or None if none of these has."""
         if len(response_id) != _ID_CHARS or not response_id.startswith(_PREFIX):
             return None
-        end = len(response_id) - 2 * _TAG_BYTES
-        random, tag = response_id[len(_PREFIX) : end], response_id[end:]
-        return next((each for each in instances if self._tag(random, tenant, each.id) == tag), None)
+        unique, tag = response_id[:_TAG_AT], response_id[_TAG_AT:]
+        return next((each for each in instances if self._tag(unique, tenant, each.id) == tag), None)
 
-    def _tag(self, random: str, tenant: str, instance_id: str) -> str:
-        """Returns the digest. Lengths stand before the parts, so that no two sets of parts are the same text."""
-        parts = (random, tenant, instance_id)
-        text = b"".join(
-            b"%d:%b" % (len(part), part) for part in (each.encode("utf-8", "surrogatepass") for each in parts)
-        )
+    def _tag(self, unique: str, tenant: str, instance_id: str) -> str:
+        """Returns the digest. Two lengths are known and stand first, so no two sets of parts are the same text."""
+        text = f"{unique}{len(tenant)} {tenant}{instance_id}".encode("utf-8", "surrogatepass")
         return blake2s(text, key=self._key, digest_size=_TAG_BYTES).hexdigest()

@@ -8,6 +8,8 @@ import logging
 from collections.abc import Callable, Generator, Iterable
 from typing import Final
 
+from pydantic_core import to_json
+
 from kvparams.instances import InstanceRestriction, Role
 from kvparams.routing.managers.aggregated import Aggregated
 from kvparams.routing.managers.interface import DisaggregatedRequestManager
@@ -226,6 +228,8 @@ class RequestHandler:
         resources = self._resources
         if inbound.was_stripped:
             resources.metrics.stripped["body"] += 1
+        if resources.settings.model_aliases:
+            self._resolve_alias(inbound)
         self.check_model(inbound.facts.model)
         if inbound.previous_response is not None:
             self._restrict_to_state(inbound, inbound.previous_response)
@@ -252,6 +256,14 @@ class RequestHandler:
             self._execute(inbound, upstream, authorization, downstream, done, trace)
 
         resources.token_service.find(self._endpoint.kind, inbound, routed)
+
+    def _resolve_alias(self, inbound: ParsedRequest) -> None:
+        """Replaces a further name of a model by the one that engines know."""
+        asked = inbound.facts.model
+        model = None if asked is None else self._resources.settings.model_aliases.get(asked)
+        if model is not None:
+            inbound.facts = inbound.facts._replace(model=model)
+            inbound.changes = {**inbound.changes, "model": to_json(model)}
 
     def _restrict_to_state(self, inbound: ParsedRequest, previous: str) -> None:
         """Has a request answered by the engine that has made the response it goes on from.

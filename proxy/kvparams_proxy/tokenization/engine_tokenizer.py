@@ -126,7 +126,9 @@ def build_tokenize_body(kind: EndpointKind, inbound: ParsedRequest) -> bytes | N
     """
     document = inbound.document
     if kind in ("messages", "responses") and document is not None:
-        return _converted_body(kind, document) if inbound.is_document_complete else None
+        return (
+            _converted_body(kind, {**document, "model": inbound.facts.model}) if inbound.is_document_complete else None
+        )
     names = _MEMBERS.get(kind)
     if names is None or document is None or (kind == "completions" and not isinstance(document.get("prompt"), str)):
         return None
@@ -134,6 +136,8 @@ def build_tokenize_body(kind: EndpointKind, inbound: ParsedRequest) -> bytes | N
     if not inbound.is_document_complete and any(_is_long(spans.get(name)) for name in _REWRITTEN):
         return None
     members = {name: body[spans[name].value : spans[name].end] for name in names if name in spans}
+    if (model := inbound.changes.get("model")) is not None:  # the client has said another name
+        members["model"] = model
     if kind == "chat":
         further = {name: document[name] for name in _REWRITTEN[1:] if document.get(name) is not None}
         given = document.get("chat_template_kwargs")
