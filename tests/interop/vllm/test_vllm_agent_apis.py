@@ -10,6 +10,8 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final, cast
 
+# pyright: reportMissingImports=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false
 import anthropic
 import httpx
 import openai

@@ -37,8 +37,10 @@ def chunk(data: bytes) -> bytes:
 
 def document(body: bytes) -> bytes:
     """What an engine answers to either API; a prefill leg gets a handoff."""
-    asked = json.loads(body)
-    params = HANDOFF if (asked.get("kv_transfer_params") or {}).get("do_remote_decode") else None
+    asked: dict[str, Any] = json.loads(body)
+    said: dict[str, Any]
+    told: dict[str, Any] = asked.get("kv_transfer_params") or {}
+    params = HANDOFF if told.get("do_remote_decode") else None
     if "messages" in asked:
         said = {"id": "msg_1", "type": "message", "content": [{"type": "text", "text": "a"}], "usage": {}}
     else:
@@ -87,7 +89,7 @@ async def test_both_legs_of_a_tenant_carry_its_salt(scripted: Any, proxy: Any, t
         assert got.status_code == 200, got.text
         for leg in (sent(prefill)[-1], sent(decode)[-1]):
             assert leg["cache_salt"] == tenant_cache_salt(tenant, None)
-    assert key not in str(prefill.heads + decode.heads)
+        assert key not in str(prefill.heads + decode.heads)
     refused = await running.client.post(path, json=BODIES[path], headers={"x-api-key": "kvp_wrong"})
     assert refused.status_code == 401
     kind = "authentication_error" if path == "/v1/messages" else "invalid_request_error"

@@ -39,8 +39,8 @@ def response(**more: Any) -> dict[str, Any]:
 
 
 COUNTED = {"input_tokens": 1, "output_tokens": 4, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 99}
-DETAILS = {"cached_tokens": 99, "cached_tokens_per_turn": []}
-TOTALS = {"input_tokens": 100, "input_tokens_details": DETAILS, "output_tokens": 4, "total_tokens": 104}
+DETAILS: dict[str, Any] = {"cached_tokens": 99, "cached_tokens_per_turn": []}
+TOTALS: dict[str, Any] = {"input_tokens": 100, "input_tokens_details": DETAILS, "output_tokens": 4, "total_tokens": 104}
 MESSAGES_STREAM = (
     named("message_start", message=message(usage={"input_tokens": 100, "output_tokens": 0})),
     named("content_block_start", index=0, content_block={"type": "text", "text": ""}),
@@ -159,7 +159,10 @@ def test_usage_of_messages_is_what_prefill_found() -> None:
 
 
 def test_usage_of_responses_is_what_prefill_found() -> None:
-    found = {"input_tokens": 100, "input_tokens_details": {"cached_tokens": 64, "cached_tokens_per_turn": []}}
+    found: dict[str, Any] = {
+        "input_tokens": 100,
+        "input_tokens_details": {"cached_tokens": 64, "cached_tokens_per_turn": []},
+    }
     got = sent_events(relayed(RESPONSES, RESPONSES_STREAM, correcting(RESPONSES, found))[1])
     assert got[-1]["response"]["usage"] == {**TOTALS, **found}
     assert got[-1]["response"]["kv_transfer_params"] is None
@@ -169,7 +172,10 @@ def test_usage_of_responses_is_what_prefill_found() -> None:
 
 def test_of_several_turns_only_the_first_is_that_of_prefill() -> None:
     turns = {"cached_tokens": 250, "cached_tokens_per_turn": [99, 151], "input_tokens_per_turn": [100, 160]}
-    found = {"input_tokens": 100, "input_tokens_details": {"cached_tokens": 64, "cached_tokens_per_turn": []}}
+    found: dict[str, Any] = {
+        "input_tokens": 100,
+        "input_tokens_details": {"cached_tokens": 64, "cached_tokens_per_turn": []},
+    }
     raw = json.dumps(response(usage={**TOTALS, "input_tokens_details": turns})).encode()
     got = json.loads(correcting(RESPONSES, found).correct_document(raw))["usage"]["input_tokens_details"]
     assert got == {**turns, "cached_tokens": 215, "cached_tokens_per_turn": [64, 151]}
@@ -192,7 +198,8 @@ def test_generated_text_is_not_searched_for_addresses_and_other_members_are(path
 def test_a_long_answer_is_read_in_steps_to_the_same_end(path: str) -> None:
     endpoint = STREAMS[path][0]
     block = {"type": "text", "text": TEXT * 500}
-    counted, found = (COUNTED, {"cache_read_input_tokens": 64}) if endpoint is MESSAGES else (TOTALS, {})
+    counted: dict[str, Any] = COUNTED if endpoint is MESSAGES else TOTALS
+    found: dict[str, Any] = {"cache_read_input_tokens": 64} if endpoint is MESSAGES else {}
     document = message(content=[block]) if endpoint is MESSAGES else response(output=[{"content": [block]}])
     raw = json.dumps({**document, "usage": counted, "kv_transfer_params": {"remote_host": "h"}}).encode()
     made = EngineResponse(raw, answer_form(endpoint.kind))

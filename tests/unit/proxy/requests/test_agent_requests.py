@@ -33,7 +33,11 @@ def cut(kind: EndpointKind, **more: Any) -> dict[str, Any]:
 
 
 def test_a_prefill_leg_of_messages_has_one_token_and_the_same_prompt() -> None:
-    prompt = {"system": "s", "tools": [{"name": "t", "input_schema": {}}], "tool_choice": {"type": "any"}}
+    prompt: dict[str, Any] = {
+        "system": "s",
+        "tools": [{"name": "t", "input_schema": {}}],
+        "tool_choice": {"type": "any"},
+    }
     answer = {"stop_sequences": ["a"], "stream": True, "output_config": {"effort": "low", "format": {"type": "x"}}}
     assert cut("messages", **prompt, **answer) == {
         **MESSAGES,
@@ -130,11 +134,12 @@ def test_the_cache_salt_is_the_tenants(kind: EndpointKind) -> None:
 def test_a_long_body_is_read_as_a_short_one_is(kind: EndpointKind) -> None:
     turns = [{"role": "user", "content": [{"type": "text", "text": "word " * 400}]} for _ in range(60)]
     name = "messages" if kind == "messages" else "input"
-    found = parsed(kind, **{name: turns}, kv_transfer_params={"remote_host": "h"})
+    long: dict[str, Any] = {name: turns}
+    found = parsed(kind, **long, kv_transfer_params={"remote_host": "h"})
     assert not found.is_document_complete
     assert json.loads(found.body) == {**BODIES[kind], name: turns}
     with pytest.raises(ProxyError):
-        parsed(kind, **{name: turns}, model=7)
+        parsed(kind, **long, model=7)
 
 
 def _instances(*names: str) -> list[Instance]:

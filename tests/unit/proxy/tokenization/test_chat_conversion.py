@@ -13,7 +13,7 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 def test_messages_with_tools_and_thinking() -> None:
-    document = {
+    document: dict[str, Any] = {
         "model": "m",
         "max_tokens": 9,
         "system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "Be brief."}],
@@ -65,7 +65,7 @@ def test_messages_with_tools_and_thinking() -> None:
 
 
 def test_responses_with_items_of_one_turn() -> None:
-    document = {
+    document: dict[str, Any] = {
         "model": "m",
         "instructions": "Be brief.",
         "reasoning": {"effort": "low"},
@@ -97,18 +97,18 @@ def test_a_chat_is_one_already() -> None:
     assert as_chat("chat", document) is document
 
 
-@pytest.mark.parametrize(
-    ("kind", "document"),
-    [
-        ("messages", {"messages": [{"role": "system", "content": "s"}]}),
-        ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
-        ("messages", {"messages": [{"role": "user", "content": 7}]}),
-        ("messages", {"messages": ["Hi"]}),
-        ("responses", {"input": [{"type": "item_reference", "id": "i"}]}),
-        ("responses", {"input": [{"type": "reasoning", "encrypted_content": "x"}]}),
-        ("responses", {"input": 7}),
-    ],
-)
+NOT_TEXT: list[tuple[EndpointKind, dict[str, Any]]] = [
+    ("messages", {"messages": [{"role": "system", "content": "s"}]}),
+    ("messages", {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
+    ("messages", {"messages": [{"role": "user", "content": 7}]}),
+    ("messages", {"messages": ["Hi"]}),
+    ("responses", {"input": [{"type": "item_reference", "id": "i"}]}),
+    ("responses", {"input": [{"type": "reasoning", "encrypted_content": "x"}]}),
+    ("responses", {"input": 7}),
+]
+
+
+@pytest.mark.parametrize(("kind", "document"), NOT_TEXT)
 def test_what_is_not_text_is_not_guessed(kind: EndpointKind, document: dict[str, object]) -> None:
     with pytest.raises(UnsupportedChatError):
         as_chat(kind, document)
