@@ -114,7 +114,7 @@ def test_what_keys_depend_on_is_kept() -> None:
 
 def test_kv_that_another_connector_moves_makes_an_ordinary_request() -> None:
     """Its pages are saved and found all the same, under the salt that its document names."""
-    handoff = _read({**_DOCUMENT, "mode": "direct", "isolation": {"cache_salt": "s"}})
+    handoff = _read({**_DOCUMENT, "mode": "pull", "isolation": {"cache_salt": "s"}})
     assert (handoff.params, handoff.disabled_reason) == (None, None)
     assert handoff.shared_params.isolation.cache_salt == "s"
 
