@@ -18,6 +18,10 @@ import openai
 import pytest
 
 from demo.processes import Processes, Server
+from kvparams.jsontext.document import DEFAULT_LIMITS
+from kvparams_proxy.requests.endpoints import EndpointKind
+from kvparams_proxy.requests.intake import parse_request
+from kvparams_proxy.tokenization.engine_tokenizer import build_tokenize_body
 from tests.interop.vllm.engines import ANSWER_S, PATIENCE_S, READY_S, counters, start_engine, transfer_config, until
 from tests.interop.vllm.own_connectors import Own, Pair, external, installed, nixl, start_pair
 
@@ -206,6 +210,21 @@ def test_cached_tokens_are_those_that_prefill_found(pair: Pair, path: str) -> No
     assert total == again
     assert cold == 0
     assert total - 33 <= warm < total
+
+
+@pytest.mark.parametrize("path", _MAKERS)
+def test_prompts_are_routed_by_as_many_tokens_as_the_engine_computes(alone: Server, path: str) -> None:
+    kind: EndpointKind = "messages" if path == "/v1/messages" else "responses"
+    with httpx.Client(timeout=ANSWER_S) as client:
+        for number in range(10):
+            body = _MAKERS[path](random.Random(40 + number), number)
+            told = _told(client.post(alone.url + path, json=body), stream=False)[1]
+            raw = json.dumps(body).encode()
+            parsed = parse_request(kind, raw, "r", "t", DEFAULT_LIMITS, keep_document=True)
+            assert parsed is not None
+            asked = build_tokenize_body(kind, parsed)
+            answer = client.post(f"{alone.url}/tokenize", content=asked, headers={"content-type": "application/json"})
+            assert answer.json()["count"] == _prompt_counts(told)[0], answer.text
 
 
 def test_the_client_of_anthropic_runs_unchanged(pair: Pair, alone: Server) -> None:
