@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Final, cast
 
 from kvparams_proxy.requests.endpoints import EndpointKind
-from kvparams_proxy.tokenization.template_inputs import UnsupportedChatError
+from kvparams_proxy.tokenization.errors import UnsupportedChatError
 
 __all__ = ["as_chat"]
 

@@ -23,7 +23,7 @@ from kvparams_proxy.requests.endpoints import EndpointKind
 from kvparams_proxy.requests.intake import ParsedRequest
 from kvparams_proxy.requests.long_body_receivers import TokenIdsReceiver, token_id_array
 from kvparams_proxy.tokenization.chat_conversion import as_chat
-from kvparams_proxy.tokenization.template_inputs import UnsupportedChatError
+from kvparams_proxy.tokenization.errors import UnsupportedChatError
 from kvparams_proxy.upstream.interface import ExchangeHandle
 from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvparams_proxy.requests.endpoints import EndpointKind
 from kvparams_proxy.tokenization.chat_conversion import as_chat
-from kvparams_proxy.tokenization.template_inputs import UnsupportedChatError
+from kvparams_proxy.tokenization.errors import UnsupportedChatError
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {}}
 
