@@ -15,7 +15,6 @@ from kvparams_connectors.engines.vllm.layer_groups import layer_index
 from kvparams_connectors.engines.vllm.rank_geometry import ParallelRanks, RankShard, check_layer_range, rank_shard
 from kvparams_connectors.engines.vllm.rank_shards import cpu_cache_layout
 from kvparams_connectors.engines.vllm.request_params import prefill_result, read_request_params
-from kvparams_connectors.engines.vllm.request_state_machine import RequestStateMachine
 from kvparams_connectors.engines.vllm.self_test import SelfTestError, run_self_test
 from kvparams_connectors.engines.vllm.settings import VLLMSettings
 from kvparams_connectors.engines.weights_identity import (
@@ -117,22 +116,6 @@ def test_kv_that_another_connector_moves_makes_an_ordinary_request() -> None:
     handoff = _read({**_DOCUMENT, "mode": "pull", "isolation": {"cache_salt": "s"}})
     assert (handoff.params, handoff.disabled_reason) == (None, None)
     assert handoff.shared_params.isolation.cache_salt == "s"
-
-
-def test_an_offer_that_was_passed_over_may_be_made_again() -> None:
-    """The control is an offer that was taken up: what failed once would fail for ever."""
-    passed, taken = (
-        RequestStateMachine(prompt_tokens=300, page_tokens=128, saves=True, saves_tail=False) for _ in range(2)
-    )
-    assert passed.offer_tokens(256, 0, 300) == taken.offer_tokens(256, 0, 300) == 256
-    assert passed.begin_load(0) is None
-    assert taken.begin_load(256) is not None
-    assert taken.begin_load(0) is None
-    assert passed.offer_tokens(256, 0, 300) == 256
-    assert taken.offer_tokens(256, 0, 300) == 0
-    passed.begin_load(0)
-    passed.schedule_saves(0, 300, 300)
-    assert passed.offer_tokens(256, 0, 300) == 0
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,11 @@ def test_tokens_are_those_of_one_engine_by_the_path_that_is_first(
     until(lambda: not counters(stack.prefill)["vllm:kv_cache_usage_perc"], PATIENCE_S)
 
 
-def test_the_store_serves_when_the_peer_of_nixl_has_died(stack: _Stack, bare: Server) -> None:
-    """The last test of the stack: its prefill engine is killed between the legs."""
+def test_tokens_are_right_when_the_peer_of_nixl_has_died(stack: _Stack, bare: Server) -> None:
+    """The last test of the stack: its prefill engine is killed between the legs.
+
+    The store serves where it is first. Otherwise NIXL's transfer fails, and decode computes the prompt.
+    """
     body: dict[str, Any] = {**Ask(_PROMPT).body(), "max_tokens": 1}
     expected = answers(bare.url, [Ask(_PROMPT)])
     before = counters(stack.prefill)[SAVED]
@@ -106,4 +109,4 @@ def test_the_store_serves_when_the_peer_of_nixl_has_died(stack: _Stack, bare: Se
     )
     assert answer.status_code == 200, answer.text + stack.decode.tail()
     assert [json.dumps(answer.json()["choices"][0]["token_ids"])] == expected
-    assert counters(stack.decode)[_LOADED] > loaded
+    assert (counters(stack.decode)[_LOADED] > loaded) is (stack.first == "store first")

@@ -3,8 +3,7 @@
 A request waits, has an offer made, may load, computes, and ends; preempted, it waits again for a new offer. Pure.
 
 An offer that was accepted is not repeated before the request is preempted. The engine computes the part that could not
-be loaded; a repeated offer would fail forever. An offer that was passed over for another connector's may be made again:
-the engine asks when that connector has failed.
+be loaded; a repeated offer would fail forever.
 """
 
 from dataclasses import dataclass
@@ -101,9 +100,7 @@ class RequestStateMachine:
             self.stage = RequestStage.LOADING
             self._claim = LoadRange(self._offer.start, self._offer.start + external)
             return self._claim
-        if self.stage is RequestStage.OFFERED and self._offer.start < self._offer.end and not external:
-            self.stage = RequestStage.WAITING  # another connector was chosen: if it fails, the engine asks again
-        elif self.stage is not RequestStage.ENDED:
+        if self.stage is not RequestStage.ENDED:
             self.stage = RequestStage.COMPUTING
         return None
 
