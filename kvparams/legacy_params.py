@@ -24,6 +24,7 @@ __all__ = [
     "LegacyParams",
     "LegacyPrompt",
     "has_legacy_members",
+    "legacy_members",
     "read_legacy_params",
     "write_legacy_params",
 ]
@@ -82,6 +83,11 @@ def has_legacy_members(native: Mapping[str, object]) -> bool:
     return not _NAMES.isdisjoint(native)
 
 
+def legacy_members(native: Mapping[str, object]) -> dict[str, object]:
+    """Returns the three legacy members, as far as they are there."""
+    return {name: native[name] for name in _MEMBERS if name in native}
+
+
 def read_legacy_params(value: Mapping[str, object] | str) -> LegacyParams:
     """Read the trio from an object or from its JSON text.
 
@@ -90,7 +96,7 @@ def read_legacy_params(value: Mapping[str, object] | str) -> LegacyParams:
             with lists for several.
     """
     value = parse_json_object(value) if isinstance(value, str) else _object(value)
-    members = {name: value[name] for name in _MEMBERS if name in value}
+    members = legacy_members(value)
     if not members:
         raise InvalidParams((Problem((), "missing", f"none of {', '.join(_MEMBERS)} is there"),))
     native = {name: member for name, member in value.items() if name not in _MEMBERS}

@@ -41,7 +41,14 @@ class Shape(NamedTuple):
 TINY: Final = Shape(layers=2, hidden=256, intermediate=512, heads=4, kv_heads=2, head_dim=64)
 
 
-def make_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, shape: Shape = TINY) -> Path:
+def make_model(
+    folder: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shape: Shape = TINY,
+    special_tokens: Sequence[str] = (),
+) -> Path:
     """Write model and tokenizer into `folder`; about 5 s. Another seed is another model of the same shape."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer(models.BPE())
@@ -49,7 +56,7 @@ def make_model(folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float3
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=_VOCABULARY,
-        special_tokens=["<s>", "</s>"],
+        special_tokens=["<s>", "</s>", *special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -94,10 +101,15 @@ def make_adapter(folder: Path, *, seed: int) -> Path:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Make one: its folder, its seed, and the name of its type (`float32`), or `adapter`."""
+    """Make one: its folder, its seed, and the name of its type (`float32`), or `adapter`, or `thinking`.
+
+    The tokenizer of a `thinking` model has the tokens that stand around reasoning.
+    """
     folder, seed, kind = arguments
     if kind == "adapter":
         make_adapter(Path(folder), seed=int(seed))
+    elif kind == "thinking":
+        make_model(Path(folder), seed=int(seed), special_tokens=("<think>", "</think>"))
     else:
         make_model(Path(folder), seed=int(seed), dtype=getattr(torch, kind))
 

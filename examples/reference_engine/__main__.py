@@ -83,6 +83,7 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> int:
             verify=not cast("bool", arguments.no_verify),
             metrics=metrics,
             gate=_gate(arguments),
+            legacy=cast("bool", arguments.legacy),
         )
     except (KVParamsError, ValueError) as error:
         print(f"reference_engine: cannot share KV: {error}", file=sys.stderr)
@@ -194,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="... by how much clocks may differ; for so long after its start it is not ready (default: 30)",
     )
+    parser.add_argument("--legacy", action="store_true", help="speak only the three fields of vLLM #12957")
     parser.add_argument("--no-verify", action="store_true", help="use stored pages unchecked (to show what that does)")
     parser.add_argument("--blocks", type=int, default=4096, help="blocks of the paged KV cache (default: 4096)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a block (default: 16)")

@@ -18,6 +18,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvparams.versions import SUPPORTED_VERSIONS
+from reference_engine.agent_answers import MessagesAnswer, ResponsesAnswer, anthropic_error
+from reference_engine.agent_requests import read_count, read_messages, read_responses
 from reference_engine.answer_shapes import Chat, Completion, Generated
 from reference_engine.answers import error_body
 from reference_engine.ask import Ask, RequestError
@@ -31,6 +33,7 @@ from reference_engine.requests import (
 )
 from reference_engine.sequence import Event
 from reference_engine.serving import AnswerMaker, Service, answer
+from reference_engine.stored_responses import StoredResponses
 
 __all__ = ["create_app"]
 
@@ -65,6 +68,20 @@ def create_app(service: Service) -> Starlette:
         made = await asyncio.to_thread(service.embedder.answer, inputs, service.model_name, base64=base64)
         return JSONResponse(made)
 
+    stored = StoredResponses()
+
+    def with_stored(raw: bytes, model: str, max_model_len: int) -> Ask:
+        return read_responses(raw, model, max_model_len, stored)
+
+    def answer_stored(ask: Ask, request_id: str, model: str) -> ResponsesAnswer:
+        return ResponsesAnswer(ask, request_id, model, stored)
+
+    async def stored_response(request: Request) -> Response:
+        return JSONResponse(stored.response(request.path_params["response_id"]))
+
+    async def count_tokens(request: Request) -> Response:
+        return JSONResponse({"input_tokens": read_count(await _body(request), service.model_name)})
+
     async def control(request: Request) -> Response:
         params = service.sharing.read_control(read_control(await _body(request), service.model_name))
         if params.phase == "cancel":
@@ -95,6 +112,10 @@ def create_app(service: Service) -> Starlette:
             Route("/v1/completions", generating(read_completion, Completion), methods=["POST"]),
             Route("/v1/chat/completions", generating(read_chat, Chat), methods=["POST"]),
             Route("/inference/v1/generate", generating(read_generate, Generated), methods=["POST"]),
+            Route("/v1/messages", generating(read_messages, MessagesAnswer), methods=["POST"]),
+            Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+            Route("/v1/responses", generating(with_stored, answer_stored), methods=["POST"]),
+            Route("/v1/responses/{response_id}", stored_response),
             Route("/v1/embeddings", embeddings, methods=["POST"]),
             Route("/v1/kvparams", control, methods=["POST"]),
             Route("/tokenize", tokenize, methods=["POST"]),
@@ -141,8 +162,10 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _refuse(_: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
+    if request.url.path.startswith("/v1/messages"):
+        return JSONResponse(anthropic_error(error), error.status)
     return JSONResponse(error_body(error), error.status)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from reference_engine.sampling import Sampling
 from reference_engine.sequence import Limits
+from reference_engine.tokenizer import Message
 
 __all__ = ["Ask", "RequestError", "ToolUse"]
 
@@ -46,6 +47,10 @@ class Ask:
     return_token_ids: bool = False
     echo: bool = False
     tool_use: ToolUse | None = None
+    response_id: str | None = None
+    """What the client, or a proxy, calls a response of `/v1/responses`."""
+    conversation: list[Message] | None = None
+    """The messages that go on from a stored response; None where it is not stored."""
 
     def seed_of(self, index: int) -> bytes:
         """The seed of the choice `index`: every prompt of a batch draws as it would alone."""

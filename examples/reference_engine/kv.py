@@ -12,9 +12,10 @@ from hashlib import blake2b
 from typing import Final, Literal
 from uuid import uuid4
 
-from kvparams.codec import read_request, write
+from kvparams.codec import kv_transfer_members, read_request, write
 from kvparams.errors import InvalidParams
 from kvparams.keys import Geometry, Namespace
+from kvparams.legacy_params import legacy_members
 from kvparams.params import PROTOCOL_VERSION, Endpoint, Isolation, KVTransferParams, Lease, Transfer, Usage
 from kvparams.peer_reads import READS_EXTENSION
 from kvparams.signing.request_verifier import RequestVerifier
@@ -56,6 +57,7 @@ class KVSharing:
         verify: bool,
         metrics: Metrics,
         gate: RequestVerifier | None = None,
+        legacy: bool = False,
     ) -> None:
         """Opens the store and prepares the connector.
 
@@ -70,12 +72,14 @@ class KVSharing:
             verify: False uses stored pages unchecked.
             metrics: is told where to read the connector's counters.
             gate: lets only signed documents in.
+            legacy: speaks only the three fields of vLLM pull request #12957.
 
         Raises:
             KVParamsError: the store cannot be opened.
         """
         self.role: Final = role
         self._gate = gate
+        self._legacy = legacy
         self.instance: Final = Endpoint(id=instance_id, incarnation=uuid4().hex)
         self._page_tokens = page_tokens
         self._store = None if store_url is None else open_guarded(store_url)
@@ -106,6 +110,8 @@ class KVSharing:
         Raises:
             RequestError: the document is wrong, or asks for what this engine does not do.
         """
+        if self._legacy:
+            return self._read_legacy(kv_transfer_params, request_id, cache_salt, prompts)
         params = self._admit(kv_transfer_params, request_id)
         if params is not None:
             self._check(params, prompts, cache_salt)
@@ -122,6 +128,24 @@ class KVSharing:
             )
             shared = (params or blank).model_copy(update={"isolation": isolation})
         return Handoff(params, shared)
+
+    def _read_legacy(
+        self,
+        kv_transfer_params: Mapping[str, object] | str | None,
+        request_id: str,
+        cache_salt: str | None,
+        prompts: Sequence[Sequence[int]],
+    ) -> Handoff:
+        """Reads the three fields alone. KV that is put under a key is found with this key and no other."""
+        trio = legacy_members(kv_transfer_members(kv_transfer_params))
+        params = self._admit(trio, request_id) if trio else None
+        if params is None:
+            return Handoff(None, None)
+        self._check(params, prompts, cache_salt)
+        named = f"{cache_salt or ''} {(params.store_keys or params.load_keys or ('',))[0]}"
+        salted = blake2b(named.encode(), digest_size=16).hexdigest()
+        found_by = {"isolation": Isolation(cache_salt=salted), "store_keys": None, "load_keys": None}
+        return Handoff(params, params.model_copy(update=found_by))
 
     def read_control(self, kv_transfer_params: Mapping[str, object]) -> KVTransferParams:
         """The document of a message that is no request for tokens: phase `release` or `cancel`.
@@ -164,7 +188,7 @@ class KVSharing:
             RequestError: whoever asked speaks a version that cannot say what must be understood.
         """
         params = handoff.params
-        if params is None:
+        if params is None or self._legacy:
             return None
         first = sessions[0]
         result = KVTransferParams(

@@ -25,7 +25,19 @@ from reference_engine.grammar import Literal as Exactly
 from reference_engine.schemas import SchemaError, from_schema
 from reference_engine.tokenizer import ROLES, Message, encode, encode_chat
 
-__all__ = ["read_chat", "read_completion", "read_control", "read_embeddings", "read_generate", "read_tokenize"]
+__all__ = [
+    "FunctionBody",
+    "Tool",
+    "answer_room",
+    "call_grammar",
+    "chat_prompt",
+    "read_chat",
+    "read_completion",
+    "read_control",
+    "read_embeddings",
+    "read_generate",
+    "read_tokenize",
+]
 
 _DEFAULT_TOKENS: Final = 256
 """Of an answer without a limit; this engine reserves memory for the longest possible answer."""
@@ -57,15 +69,19 @@ class _Message(BaseModel):
         return text + (json.dumps(self.tool_calls) if self.tool_calls else "")
 
 
-class _Function(BaseModel):
+class FunctionBody(BaseModel):
+    """A `FunctionBody` describes a function."""
+
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, object] | None = None
 
 
-class _Tool(BaseModel):
-    type: Literal["function"]
-    function: _Function
+class Tool(BaseModel):
+    """A `Tool` is a tool that a chat may call."""
+
+    type: Literal["function"] = "function"
+    function: FunctionBody
 
 
 class _Named(BaseModel):
@@ -84,7 +100,7 @@ class _Chat(Body, SamplingBody):
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[_Tool], Field(max_length=_MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | _NamedTool | None = None
 
 
@@ -134,7 +150,7 @@ def read_completion(raw: bytes, model: str, max_model_len: int) -> Ask:
         body,
         body,
         prompts,
-        max_tokens=_room(max(map(len, prompts)), max_model_len) if unlimited else body.max_tokens or 16,
+        max_tokens=answer_room(max(map(len, prompts)), max_model_len) if unlimited else body.max_tokens or 16,
         logprobs=body.logprobs,
         max_model_len=max_model_len,
         grammar=grammar_of(body.structured_outputs, body.response_format),
@@ -150,16 +166,18 @@ def read_chat(raw: bytes, model: str, max_model_len: int) -> Ask:
     """
     body = load(raw, _Chat, model)
     tools = body.tools or []
-    prompt = encode_chat(_messages(body.messages, tools if body.tool_choice != "none" else []))
+    prompt = chat_prompt(_messages(body.messages), tools if body.tool_choice != "none" else [])
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs need logprobs: true", param="top_logprobs")
     form = grammar_of(body.structured_outputs, body.response_format)
-    called = _call(tools, body.tool_choice)
+    choice = body.tool_choice
+    named = choice.function.name if isinstance(choice, _NamedTool) else None
+    called = call_grammar(tools, named, any_tool=choice == "required")
     ask = ask_of(
         body,
         body,
         [prompt],
-        max_tokens=body.max_completion_tokens or body.max_tokens or _room(len(prompt), max_model_len),
+        max_tokens=body.max_completion_tokens or body.max_tokens or answer_room(len(prompt), max_model_len),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         max_model_len=max_model_len,
         grammar=one_of([one for one in (form, called) if one is not None]),
@@ -179,7 +197,7 @@ def read_generate(raw: bytes, model: str, max_model_len: int) -> Ask:
         body,
         sampled,
         [prompt],
-        max_tokens=sampled.max_tokens or _room(len(prompt), max_model_len),
+        max_tokens=sampled.max_tokens or answer_room(len(prompt), max_model_len),
         logprobs=sampled.logprobs,
         max_model_len=max_model_len,
         grammar=grammar_of(sampled.structured_outputs),
@@ -206,7 +224,7 @@ def read_tokenize(raw: bytes, model: str) -> list[int]:
     """Read the body of `/tokenize`, and tokenize what it holds; errors as for `read_completion`."""
     body = load(raw, _Tokenize, model)
     if body.messages is not None:
-        return encode_chat(_messages(body.messages, []), add_generation_prompt=body.add_generation_prompt)
+        return encode_chat(_messages(body.messages), add_generation_prompt=body.add_generation_prompt)
     if body.prompt is None:
         raise RequestError("`prompt` or `messages` is required")
     return encode(body.prompt, bos=body.add_special_tokens)
@@ -217,15 +235,18 @@ def read_control(raw: bytes, model: str) -> dict[str, object]:
     return load(raw, _Control, model).kv_transfer_params
 
 
-def _room(prompt_tokens: int, max_model_len: int) -> int:
+def answer_room(prompt_tokens: int, max_model_len: int) -> int:
+    """Returns the longest answer without a limit of its own."""
     return max(1, min(_DEFAULT_TOKENS, max_model_len - prompt_tokens))
 
 
-def _call(tools: list[_Tool], choice: object) -> Expression | None:
-    """Returns the grammar of a tool call: the name, and right behind it the arguments as a JSON object."""
-    if choice in (None, "none", "auto"):
+def call_grammar(tools: list[Tool], named: str | None, *, any_tool: bool) -> Expression | None:
+    """Returns the grammar of a tool call: the name, and right behind it the arguments as a JSON object.
+
+    None where neither one tool is named nor any has to be called.
+    """
+    if named is None and not any_tool:
         return None
-    named = choice.function.name if isinstance(choice, _NamedTool) else None
     found = [tool.function for tool in tools if named in (None, tool.function.name)]
     if not found:
         raise RequestError("tool_choice asks for a tool that `tools` does not have", param="tool_choice")
@@ -236,7 +257,7 @@ def _call(tools: list[_Tool], choice: object) -> Expression | None:
     return Either(tuple(calls))
 
 
-def _arguments(function: _Function) -> dict[str, object]:
+def _arguments(function: FunctionBody) -> dict[str, object]:
     schema = function.parameters or {"type": "object", "properties": {}}
     if schema.get("type") != "object":
         raise SchemaError("they must be an object")
@@ -261,9 +282,14 @@ def _prompt(prompt: object, name: str) -> list[int]:
     return tokens_of(cast("list[object]", prompt), name)
 
 
-def _messages(messages: list[_Message], tools: list[_Tool]) -> list[Message]:
+def chat_prompt(messages: list[Message], tools: list[Tool]) -> list[int]:
+    """Returns the prompt of a chat, which begins with the tools."""
+    described = [Message("system", json.dumps([tool.model_dump(exclude_none=True) for tool in tools]))] if tools else []
+    return encode_chat([*described, *messages])
+
+
+def _messages(messages: list[_Message]) -> list[Message]:
     unknown = next((message.role for message in messages if message.role not in ROLES), None)
     if unknown is not None:
         raise RequestError(f"unknown role {unknown!r}; known: {', '.join(ROLES)}", param="messages")
-    described = [Message("system", json.dumps([tool.model_dump(exclude_none=True) for tool in tools]))] if tools else []
-    return [*described, *(Message(message.role, message.text()) for message in messages)]
+    return [Message(message.role, message.text()) for message in messages]

@@ -14,7 +14,7 @@ from kvparams.errors import KVParamsError
 from kvparams.instances import RequestFacts, Role
 from kvparams.params import Mode
 
-__all__ = ["BootstrapInfo", "BootstrapProtocol", "Dialect", "HandoffMissing", "ReleaseRequest"]
+__all__ = ["BootstrapInfo", "BootstrapProtocol", "Dialect", "HandoffMissing", "ReleaseRequest", "prompt_ids_key"]
 
 BootstrapInfo = Mapping[str, object]
 """Where decode engines find one prefill engine: native members of `kv_transfer_params`."""
@@ -115,3 +115,11 @@ class Dialect(Protocol):
                 answered, and may have left something behind all the same.
         """
         ...
+
+
+def prompt_ids_key(dialect: Dialect) -> str | None:
+    """Returns the native member in which both legs carry the token ids of the prompt, for a dialect that has one.
+
+    It is the attribute `prompt_ids_key` of the dialect. Few connectors need it: most engines tokenize for themselves.
+    """
+    return getattr(dialect, "prompt_ids_key", None)

@@ -15,9 +15,9 @@ from kvparams.pages import HEADER_BYTES
 from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.routing.plan import Leg, LegFailed, LegResult
 from kvparams.versions import SUPPORTED_VERSIONS
-from kvparams_proxy.requests.endpoints import one_token_changes
 from kvparams_proxy.requests.forbidden_fields import FORBIDDEN_FIELDS, FORWARDED_HEADERS, is_safe_request_id
 from kvparams_proxy.requests.intake import parse_request
+from kvparams_proxy.requests.one_token_changes import one_token_changes
 from tests.contract.test_vectors import namespace_of
 from tests.support.kvparams.planning import Table
 from tests.support.kvparams.spec_folder import SPEC

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvparams.codec import DocumentTemplate, parse
-from kvparams.dialects.interface import HandoffMissing
+from kvparams.dialects.interface import Dialect, HandoffMissing, prompt_ids_key
 from kvparams.instances import Instance, RequestFacts
 from kvparams.jsontext.writing import write_json
 from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Mode, Phase
@@ -24,7 +24,7 @@ from kvparams.signing.document_outline import (
 from kvparams.signing.signer import EncodedNativeKeys, Signer
 from kvparams.versions import downgrade
 
-__all__ = ["LegDocuments", "request_members"]
+__all__ = ["LegDocuments", "add_prompt_ids", "request_members"]
 
 _REMEMBERED: Final = 4096
 """Templates kept at most: one for each pair of instances that ever met, and each incarnation."""
@@ -108,6 +108,15 @@ def request_members(request: RequestFacts, sent: StreamProgress | None) -> dict[
     """The members that a request itself brings: its prefix, where its token ids are known."""
     ids = request.token_ids if sent is None else [*sent.prompt_ids, *sent.answer_ids]
     return {} if ids is None else {"prefix": encode_prefix_digest(ids)}
+
+
+def add_prompt_ids(speech: Dialect, native: bytes, request: RequestFacts, sent: StreamProgress | None) -> bytes:
+    """Returns native keys with the token ids of the prompt, for a dialect that carries them, where they are known."""
+    name = prompt_ids_key(speech)
+    ids = request.token_ids if sent is None else [*sent.prompt_ids, *sent.answer_ids]
+    if name is None or ids is None:
+        return native
+    return b'{"%b":%b,%b' % (name.encode(), b"[%b]" % b",".join(b"%d" % each for each in ids), native[1:])
 
 
 def _params(

@@ -3,13 +3,13 @@
 from collections.abc import Generator
 from typing import Final
 
-from kvparams.dialects.interface import Dialect
+from kvparams.dialects.interface import Dialect, prompt_ids_key
 from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.peer_reads import peer_source_members
 from kvparams.routing.managers.aggregated import Aggregated
 from kvparams.routing.managers.attempt_state import AttemptState
 from kvparams.routing.managers.concurrent_attempt import attempt_concurrently
-from kvparams.routing.managers.leg_documents import LegDocuments, request_members
+from kvparams.routing.managers.leg_documents import LegDocuments, add_prompt_ids, request_members
 from kvparams.routing.managers.manager_options import ManagerOptions
 from kvparams.routing.managers.prefill_handoff import PrefillHandoff, accept_prefill_result, release_abandoned
 from kvparams.routing.plan import AcquireInstance, ExecutionContext, Leg, LegFailed, Plan, as_instance, as_result
@@ -122,7 +122,7 @@ class PrefillThenDecode:
         place = None if speech.bootstrap is None else context.bootstrap_info(prefill)
         source = context.peer_source(prefill)
         told = members if source is None else {**members, **peer_source_members(source)}
-        asked = documents.native_from_text(speech.prefill_keys(transfer))
+        asked = documents.native_from_text(add_prompt_ids(speech, speech.prefill_keys(transfer), request, state.sent))
         params = documents.leg_changes(asked, request, transfer, attempt, "prefill", speech.mode, prefill, None, told)
         changes = {**context.one_token_changes(), **params}
         state.prefill = None  # its leg gives it back
@@ -181,8 +181,11 @@ class PrefillThenDecode:
             if is_claimed:
                 state.begin_next()
             state.decode = None  # its leg gives it back
+            native = kv.native
+            if prompt_ids_key(speech) is not None:
+                native = self._documents.native_from_text(add_prompt_ids(speech, native.text, request, state.sent))
             params = self._documents.leg_changes(
-                kv.native,
+                native,
                 request,
                 state.transfer,
                 state.attempt,

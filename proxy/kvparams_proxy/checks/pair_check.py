@@ -19,7 +19,7 @@ from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
 from kvparams.routing.plan import AcquireInstance, KVLease, Leg, LegFailed, LegPair, LegResult
 from kvparams.signing.signer import Signer
 from kvparams_proxy.checks.engine_check import PROMPT_TOKENS, CheckFinding, EngineInfo, fetch
-from kvparams_proxy.requests.endpoints import one_token_changes
+from kvparams_proxy.requests.one_token_changes import one_token_changes
 from kvparams_proxy.upstream.interface import Upstream
 from kvparams_proxy.upstream.types import UpstreamError
 

@@ -213,6 +213,7 @@ def _make_settings(
             modes=_modes(options, provider),
             modes_are_fixed=modes_are_fixed,
             tokenizers=tokenizers,
+            model_aliases=options.model_alias or {},
             decode_picker=decode_picker,
             prefill_timeout_s=options.prefill_timeout,
             decode_timeout_s=options.decode_timeout,

@@ -122,7 +122,7 @@ def _written(value: object) -> object:
     """Returns a value as it would stand in a fleet file."""
     if isinstance(value, ManagerMode):
         return ",".join([value.use, *(f"{name}={_plain(given)}" for name, given in value.options.items())])
-    if isinstance(value, Mapping):  # of tokenizers
+    if isinstance(value, Mapping):  # by model
         ways = cast("Mapping[str | None, object]", value)
         return {"*" if model is None else model: str(_written(way)) for model, way in ways.items()}
     if isinstance(value, bool | int | float):

@@ -12,6 +12,7 @@ from kvparams.routing.managers import factory
 from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams.settings_model import Allowed, did_you_mean, must_be_one_of
 from kvparams_proxy.config.mode_parsing import parse_mode_flag
+from kvparams_proxy.config.model_aliases import ModelAliases, parse_model_aliases
 from kvparams_proxy.config.share_url import ShareURL as ParsedShareURL
 from kvparams_proxy.config.share_url import parse_share_url
 from kvparams_proxy.config.spec_fields import FilePath, check_path, check_printable, rules_of
@@ -21,6 +22,7 @@ from kvparams_proxy.tokenization.tokenizer_choice import TokenizerChoices, parse
 
 __all__ = [
     "MOST_WORKERS",
+    "Aliases",
     "Count",
     "CountOrNone",
     "File",
@@ -144,5 +146,6 @@ Tokenizers = Annotated[
     PlainValidator(lambda value, info: parse_tokenizer_choices(value, rules_of(info).folder)),
     Flag("[MODEL=]PATH|engine|bytes"),
 ]
+Aliases = Annotated[ModelAliases, PlainValidator(parse_model_aliases), Flag("ALIAS=MODEL")]
 Switch = Annotated[SwitchValue, Flag("")]
 ShareURL = Annotated[ParsedShareURL, PlainValidator(_check_share_url), Flag("URL")]

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from kvparams.settings_model import SettingsModel
 from kvparams_proxy.config.option_types import (
     MOST_WORKERS,
+    Aliases,
     Count,
     CountOrNone,
     File,
@@ -155,6 +156,13 @@ class _LegOptions(_OptionGroup):
             "how the proxy gets the token ids of text prompts, for cache-aware routing: PATH, a folder with "
             "tokenizer.json; engine, which asks the engine's /tokenize; or bytes, an estimate from the text's "
             "bytes. Separate several models by commas"
+        ),
+    ] = None
+    model_alias: Annotated[
+        Aliases | None,
+        described(
+            "further names of models: clients may ask for ALIAS, and engines are asked for MODEL. Separate several by "
+            "commas"
         ),
     ] = None
     prefill_timeout: Annotated[Seconds, described("the longest time that a prefill engine may take for a prompt")] = (

@@ -84,6 +84,8 @@ class Settings:
     """How requests are coordinated, at first."""
     modes_are_fixed: bool = False
     """Whether these stay whatever the fleet file says."""
+    model_aliases: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The served model by each further name that clients may use."""
     prefill_timeout_s: float = 300.0
     """From sending the prefill leg to the end of its answer."""
     decode_timeout_s: float = 600.0

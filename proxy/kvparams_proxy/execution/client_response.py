@@ -6,6 +6,7 @@ from typing import Final, cast
 
 from kvparams.routing.request_lifecycle import RequestOutcome
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.answer_forms import answer_form
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.engine_response import LONG_RESPONSE_BYTES
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
@@ -41,7 +42,7 @@ class ClientResponse(ResponseCorrector):
             addresses: of the engines.
             expose_route: whether headers name the instances.
         """
-        super().__init__(account.facts.request_id, addresses, choices=endpoint.has_choices)
+        super().__init__(account.facts.request_id, addresses, answer_form(endpoint.kind))
         self._downstream = downstream
         self._endpoint = endpoint
         self._account = account
@@ -84,9 +85,9 @@ class ClientResponse(ResponseCorrector):
         if error.status >= 500 or answering:
             self._log_failure(error)
         if answering:
-            body = error.sse_event(sends_done_event=self._endpoint.sends_done_event)
+            body = error.sse_event(self._endpoint.error_form)
         else:
-            body = error.body()
+            body = error.body(self._endpoint.error_form)
             self._downstream.head(error.status, _JSON + error.headers() + self.headers(), len(body))
         self._downstream.body(body)
         self._account.answer_bytes += len(body)

@@ -24,9 +24,10 @@ from kvparams.jsontext.scanner import (
     scalar_end,
     skip_space,
 )
+from kvparams_proxy.execution.answer_forms import CHOICES_FORM, AnswerForm
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.response_document import embedded_error, load_response
-from kvparams_proxy.execution.response_privacy import PRIVATE_MEMBERS, PUBLIC_MEMBERS, privacy_changes
+from kvparams_proxy.execution.response_privacy import PRIVATE_MEMBERS, privacy_changes
 
 __all__ = ["LONG_RESPONSE_BYTES", "EngineResponse", "private_member_cuts"]
 
@@ -45,8 +46,8 @@ _OVERLAP: Final = 512
 _LOOKED_AT: Final = 16 << 10
 """Bytes of a member that are searched for addresses."""
 _COPIED_BYTES: Final = 1 << 20
-_NEEDED: Final = frozenset(("id", "object", "system_fingerprint", "error", "usage", "kv_transfer_params", "choices"))
-_SAYS_OF_ITSELF: Final = ("id", "object", "system_fingerprint", "kv_transfer_params")
+_NEEDED: Final = frozenset(("id", "object", "system_fingerprint", "error", "usage", "kv_transfer_params", "type"))
+_SAYS_OF_ITSELF: Final = ("id", "object", "type", "system_fingerprint", "kv_transfer_params", "ec_transfer_params")
 _NAMES: Final = b"|".join(name.encode() for name in sorted(PRIVATE_MEMBERS))
 _PRIVATE: Final = re.compile(rb'([{,])[ \t\r\n]*"(?:%b)"[ \t\r\n]*:[ \t\r\n]*' % _NAMES)
 _PRIVATE_TOO: Final = re.compile(rb'[ \t\r\n]*"(?:%b)"[ \t\r\n]*:[ \t\r\n]*' % _NAMES)
@@ -58,10 +59,12 @@ _SUSPECTS: Final = (b'_params"', b'"remote_', b'"bootstrap_')
 class EngineResponse:
     """A whole response of an engine."""
 
-    __slots__ = ("_document", "_error", "member_spans", "privacy_changes", "raw")
+    __slots__ = ("_document", "_error", "_form", "member_spans", "privacy_changes", "raw")
 
-    def __init__(self, raw: bytes) -> None:
+    def __init__(self, raw: bytes, form: AnswerForm = CHOICES_FORM) -> None:
+        """`form`: of the API's answers."""
         self.raw: Final = raw
+        self._form = form
         self._document: Mapping[str, object] | None = None
         self._error: str | None = None
         self.member_spans: Mapping[str, MemberSpan] | None = None
@@ -91,19 +94,13 @@ class EngineResponse:
             raise JSONTextError(self._error)  # one that is kept would hold the frames it was raised through
 
     @property
-    def has_choice(self) -> bool:
-        """Returns whether the response is usable: JSON, no error, and at least one choice.
-
-        In a choice there may be no text: a model may have nothing to say.
-        """
+    def has_content(self) -> bool:
+        """Returns whether the response is usable: JSON, no error, and an answer of its API."""
         try:
             document = self.document
         except JSONTextError:
             return False
-        choices = document.get("choices")
-        if embedded_error(document) is not None or not isinstance(choices, list):
-            return False
-        return any(choice and isinstance(choice, dict) for choice in cast("list[object]", choices))
+        return embedded_error(document) is None and self._form.has_content(document)
 
     def parse_in_steps(self, request_id: str, addresses: EngineAddresses) -> Generator[None, None, "EngineResponse"]:
         """Parses the response in steps. Never raises for its content.
@@ -115,12 +112,12 @@ class EngineResponse:
         Returns:
             The answer itself.
         """
-        receiver = _EngineResponseReceiver()
+        receiver = _EngineResponseReceiver(self._form)
         try:
             yield from read_object(self.raw, receiver, _LIMITS, strict=False)
             _check_params(receiver)
             yield
-            self.privacy_changes = yield from _changes(self.raw, receiver, request_id, addresses)
+            self.privacy_changes = yield from _changes(self.raw, receiver, request_id, addresses, self._form)
             self._document = receiver.document
             self.member_spans = receiver.fields
         except JSONTextError as error:
@@ -144,11 +141,16 @@ class _EngineResponseReceiver(AbridgedObjectReceiver):
 
     __slots__ = ()
 
-    def __init__(self) -> None:
-        super().__init__(
-            _NEEDED,
-            {"choices": _ChoicesReceiver(), "error": AbridgedObjectReceiver(), "usage": AbridgedObjectReceiver()},
-        )
+    def __init__(self, form: AnswerForm) -> None:
+        special: dict[str, AbridgedObjectReceiver | ListReceiver] = {
+            "error": AbridgedObjectReceiver(),
+            "usage": AbridgedObjectReceiver(),
+        }
+        needed = _NEEDED
+        if form.content is not None:
+            special[form.content] = _ContentReceiver()
+            needed |= {form.content}
+        super().__init__(needed, special)
 
     def on_nested(self, name: str | None, opening: int) -> Receiver | None:
         """See `Receiver.on_nested`."""
@@ -159,8 +161,8 @@ class _EngineResponseReceiver(AbridgedObjectReceiver):
         return super().on_nested(name, opening)
 
 
-class _ChoicesReceiver(ListReceiver):
-    """Receives a long list of choices; it stands for one if there is one with something in it."""
+class _ContentReceiver(ListReceiver):
+    """Receives a long list, such as that of choices; it stands for one if there is one with something in it."""
 
     __slots__ = ()
 
@@ -176,14 +178,16 @@ class _ChoicesReceiver(ListReceiver):
 
 
 def _changes(
-    raw: bytes, receiver: AbridgedObjectReceiver, request_id: str, addresses: EngineAddresses
+    raw: bytes, receiver: AbridgedObjectReceiver, request_id: str, addresses: EngineAddresses, form: AnswerForm
 ) -> Generator[None, None, dict[str, bytes | None]]:
     """Computes in steps the changes that `privacy_changes` computes for a short response."""
     document, fields = receiver.document, receiver.fields
-    said = {name: document[name] for name in _SAYS_OF_ITSELF if name in document}
-    changes = privacy_changes(said, b"", request_id, addresses)
-    its_own = [name for name in fields if name not in PUBLIC_MEMBERS]
+    said = {name: document[name] for name in _SAYS_OF_ITSELF if name in document and name in form.public_members}
+    changes = privacy_changes(said, b"", request_id, addresses, form=form)
+    its_own = [name for name in fields if name not in form.public_members]
     for name in its_own:
+        if name in PRIVATE_MEMBERS and document[name] is None:
+            continue
         if name in PRIVATE_MEMBERS or len(its_own) > _MOST_OF_ITS_OWN:
             changes[name] = None
             continue

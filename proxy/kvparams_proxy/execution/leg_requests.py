@@ -11,6 +11,7 @@ from kvparams_proxy.execution.stream_continuation import StreamRecorder
 from kvparams_proxy.execution.stream_resumption import is_resumable, resumed_body_changes
 from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.requests.intake import ParsedRequest
+from kvparams_proxy.requests.response_ids import ResponseIds
 from kvparams_proxy.upstream.types import UpstreamBody
 
 __all__ = ["build_leg_request", "make_stream_recorder"]
@@ -38,14 +39,21 @@ def make_stream_recorder(endpoint: APIEndpoint, inbound: ParsedRequest) -> Strea
 
 
 def build_leg_request(
-    endpoint: APIEndpoint, inbound: ParsedRequest, leg: Leg, recorder: StreamRecorder | None
+    endpoint: APIEndpoint,
+    inbound: ParsedRequest,
+    leg: Leg,
+    recorder: StreamRecorder | None,
+    response_ids: ResponseIds | None = None,
 ) -> tuple[bytes, UpstreamBody]:
-    """Returns the path and the body of one leg."""
+    """Returns the path and the body of one leg. `response_ids` names the response of a leg that answers the client."""
     body, spans = inbound.body, inbound.member_spans
     path = endpoint.path.encode()
     changes = {**inbound.changes, **leg.changes} if inbound.changes else leg.changes
     if recorder is not None and leg.answers_client:
         changes = {**_IDS, **changes}
+    if response_ids is not None and endpoint.kind == "responses" and leg.answers_client:
+        named = response_ids.make(inbound.facts.tenant, leg.instance.id)
+        changes = {**changes, "request_id": b'"%b"' % named.encode()}
     if leg.resume_from is not None and inbound.document is not None:
         path = _RESUMED_AT
         body, spans = edit_with_spans(

@@ -226,7 +226,7 @@ class LegRunner(LegSettlement):
         A valid answer is held until prefill has ended well. Anything else is not held: its engine may never have met
         the prefill that would be waited for.
         """
-        if error is None and head.status == 200 and self._prefill is not None and answer.has_choice:
+        if error is None and head.status == 200 and self._prefill is not None and answer.has_content:
             self._prefill.held_decode_response = head, answer
         else:
             self._answered(head, answer, error)
@@ -335,7 +335,7 @@ class LegRunner(LegSettlement):
             self.report_stream(None if running is None else running.leg)
         leg = self._end_leg()
         if not self._context.life.answering:  # it may be a whole document, from an endpoint that has no streams
-            self._settle(leg, head, EngineResponse(whole), error, None)
+            self._settle(leg, head, EngineResponse(whole, self._context.answer_form), error, None)
             return
         try:
             self._tell(self.settle_stream(leg, head, whole, error, self.client_is_gone, self._prefill))

@@ -15,7 +15,6 @@ from kvparams_proxy.execution.leg_outcomes import LegEnd, classify_leg_outcome, 
 from kvparams_proxy.execution.plan_context import PlanContext
 from kvparams_proxy.execution.prefix_cache_report import report_prefill_response, report_stream_usage
 from kvparams_proxy.execution.resources import ExecutionResources
-from kvparams_proxy.execution.response_corrector import prompt_tokens_details
 from kvparams_proxy.execution.response_document import embedded_error
 from kvparams_proxy.execution.running_leg import RunningLeg
 from kvparams_proxy.execution.stream_continuation import StreamRecorder
@@ -157,7 +156,7 @@ class LegSettlement:
         if (reported := embedded_error(document)) is not None:
             raise UpstreamErrorResponse(reported)
         if leg.resume_from is None:  # what the client is told is what its own prompt cost
-            self._response.prompt_tokens_details = prompt_tokens_details(document)
+            self._response.learn_prefill_usage(document)
             self._context.account.record_prefill(document)
         if not has_decode:
             self._context.life.enter("result", leg.instance.id)

@@ -10,12 +10,14 @@ from kvparams.instances import Instance, Role
 from kvparams.routing.handoff_verifier import HandoffRefused
 from kvparams.routing.plan import KVLease, Leg
 from kvparams.routing.request_lifecycle import RequestLifecycle
+from kvparams_proxy.execution.answer_forms import answer_form
 from kvparams_proxy.execution.kv_releaser import AbandonedKV
 from kvparams_proxy.execution.leg_requests import build_leg_request
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.execution.stream_continuation import StreamRecorder
-from kvparams_proxy.requests.endpoints import APIEndpoint, one_token_changes
+from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.requests.intake import ParsedRequest
+from kvparams_proxy.requests.one_token_changes import one_token_changes
 from kvparams_proxy.telemetry.request_record import RequestRecord
 from kvparams_proxy.upstream.interface import ExchangeHandle
 from kvparams_proxy.upstream.types import ResponseSink
@@ -31,6 +33,7 @@ class PlanContext:
         "_resources",
         "_weighs",
         "account",
+        "answer_form",
         "client_authorization",
         "endpoint",
         "inbound",
@@ -63,6 +66,7 @@ class PlanContext:
         """
         self._resources = resources
         self.endpoint = endpoint
+        self.answer_form = answer_form(endpoint.kind)
         self.inbound = inbound
         self.life = life
         self.account = account
@@ -183,7 +187,7 @@ class PlanContext:
             once: whether the leg must not be sent again, even where the engine has most likely not seen it.
         """
         resources = self._resources
-        path, body = build_leg_request(self.endpoint, self.inbound, leg, recorder)
+        path, body = build_leg_request(self.endpoint, self.inbound, leg, recorder, resources.response_ids)
         member = resources.fleet.member(leg.instance)  # what has its name may be another instance
         pool = resources.pools.for_member(member)
         headers = self.leg_headers if pool.has_own_key else self.leg_headers + self.client_authorization

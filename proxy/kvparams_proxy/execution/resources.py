@@ -19,6 +19,7 @@ from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.kv_releaser import KVReleaser
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
+from kvparams_proxy.requests.response_ids import ResponseIds
 from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.record_dispatcher import RecordDispatcher
 from kvparams_proxy.telemetry.request_record import RequestRecord
@@ -73,6 +74,8 @@ class ExecutionResources:
     kv_releaser: KVReleaser
     engine_addresses: EngineAddresses
     handoff_verifier: HandoffVerifier
+    response_ids: ResponseIds
+    """Makes the ids of responses that engines store."""
     decode_picker: DecodePicker | None = None
     """Who chooses decode instances, where that is not the fleet's policy."""
     token_service: TokenService | None = None

@@ -7,15 +7,15 @@ bytes leave as the engine wrote them.
 from collections.abc import Mapping, Sequence
 from typing import Final, cast
 
-from pydantic_core import to_json
-
 from kvparams.jsontext.document import MemberSpan, find_member, find_members
 from kvparams.jsontext.editing import edit, edit_pieces
 from kvparams.jsontext.words import find_words
+from kvparams.native import NATIVE
+from kvparams_proxy.execution.answer_forms import OTHER_FORM, AnswerForm
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.engine_response import EngineResponse
 from kvparams_proxy.execution.response_document import embedded_error, load_response
-from kvparams_proxy.execution.response_privacy import PUBLIC_MEMBERS, Allowance, locate_members, privacy_changes
+from kvparams_proxy.execution.response_privacy import Allowance, locate_members, privacy_changes
 from kvparams_proxy.execution.sse import (
     MAX_EVENTS_PER_TURN,
     SSEBoundaries,
@@ -24,80 +24,129 @@ from kvparams_proxy.execution.sse import (
 )
 from kvparams_proxy.upstream.types import UpstreamError, UpstreamErrorResponse
 
-__all__ = [
-    "ResponseCorrector",
-    "prompt_tokens_details",
-    "require_complete_event",
-    "require_no_error",
-]
+__all__ = ["ResponseCorrector", "require_complete_event", "require_no_error"]
 
 
 _ITS_OWN: Final = object()
-_DETAILS: Final = "prompt_tokens_details"
 _CROWDED: Final = 6_000
 """Quotes in an event: to find the place of a member among more of them holds the event loop for too long."""
 _CHANGE_UNITS: Final = 1
 """What changing an event takes beyond examining it, in units of `Allowance`. Engines that say in each event who runs it
 write 230 bytes an event and more, so all events of a full read may be changed."""
+_PARAMS: Final = b'_params"'
+_NO_PARAMS: Final = b'_params":null'
+_NO_CONTENT: Final = "the engine's answer has no content"
 _TOO_MUCH: Final = "an event of its stream has too many members to be corrected"
 
 
 class ResponseCorrector:
     """Corrects the responses to one request."""
 
-    __slots__ = ("_addresses", "_allowance", "_choices", "_closely", "_request_id", "prompt_tokens_details", "usage")
+    __slots__ = ("_addresses", "_allowance", "_closely", "_form", "_request_id", "cache_report", "usage")
 
-    def __init__(self, request_id: str, addresses: EngineAddresses, *, choices: bool = False) -> None:
-        """`request_id` is what the engines were told; `addresses` are theirs; `choices`: a whole answer has some."""
+    def __init__(self, request_id: str, addresses: EngineAddresses, form: AnswerForm = OTHER_FORM) -> None:
+        """`request_id` is what the engines were told; `addresses` are theirs; `form`: of the API's answers."""
         self._request_id = request_id
-        self._choices = choices
+        self._form = form
         self._addresses = addresses
         self._allowance: Allowance | None = None
         """Of the events of one read, once any must be examined."""
         self._closely = True
         """Whether every event is examined: until one has shown that what all of them repeat needs no change."""
-        self.prompt_tokens_details: object = _ITS_OWN
-        """That member of prefill's `usage`, None where the engine does not report it. Until it is known, what the
+        self.cache_report: object = _ITS_OWN
+        """What prefill's `usage` says of its cache, as `UsageForm.cache_report` returns it. Until it is known, what the
         answering engine says stands: it may do all of the work."""
         self.usage: Mapping[str, object] | None = None
         """The last `usage` that came, as decode said it."""
+
+    def learn_prefill_usage(self, answer: Mapping[str, object]) -> None:
+        """Reads what the prefill engine's answer says of its cache. It may say nothing."""
+        usage = answer.get("usage")
+        self.cache_report = self._form.usage.cache_report(
+            cast("dict[str, object]", usage) if isinstance(usage, dict) else {}
+        )
 
     def correct_document(self, raw: bytes, *, event: bool = False) -> bytes:
         """Returns a corrected JSON answer or event.
 
         Raises:
             JSONTextError: it is not a JSON object.
-            UpstreamError: it has no choices, and should have some.
+            UpstreamError: it has no content, and should have some.
             UpstreamErrorResponse: it is an error, whatever its status said.
         """
         document = load_response(raw)
         if (error := embedded_error(document)) is not None:
             raise UpstreamErrorResponse(error)
-        if self._choices and not event and not _chosen(document.get("choices")):
-            raise UpstreamError("the engine's answer has no content")
+        form = self._form
+        if not event and not form.has_content(document):
+            raise UpstreamError(_NO_CONTENT)
+        if event and form.event_wrapper is not None:
+            inner = document.get(form.event_wrapper)
+            if isinstance(inner, dict):
+                return self._correct_wrapped(raw, document, form.event_wrapper, cast("dict[str, object]", inner))
+        return self._correct_members(raw, document, event=event)
+
+    def _correct_wrapped(
+        self, raw: bytes, document: Mapping[str, object], wrapper: str, inner: dict[str, object]
+    ) -> bytes:
+        """Returns an event, with the answer corrected that its member `wrapper` holds.
+
+        Raises:
+            as `correct_document`.
+        """
+        if (error := embedded_error(inner)) is not None:
+            raise UpstreamErrorResponse(error)
+        outer = {name: value for name, value in document.items() if name != wrapper}
+        if not self._form.public_members.issuperset(outer):
+            raw = self._correct_members(raw, document, event=True)
+        span = find_member(raw, document, wrapper)
+        before = raw[span.value : span.end]
+        after = self._correct_members(before, inner, event=True)
+        if after is before:
+            return raw
+        return b"%b%b%b" % (raw[: span.value], after, raw[span.end :])
+
+    def _correct_members(self, raw: bytes, document: Mapping[str, object], *, event: bool) -> bytes:
+        """Returns the object `raw`, which parses to `document`, with members corrected.
+
+        Raises:
+            UpstreamError: it has too many members.
+        """
+        form = self._form
         crowded = event and len(raw) > 2 * _CROWDED and raw.count(b'"') > _CROWDED
-        if crowded and (raw.find(b'_params"') >= 0 or not PUBLIC_MEMBERS.issuperset(document)):
+        if crowded and not form.event_wrapper and (_PARAMS in raw or not form.public_members.issuperset(document)):
             raise UpstreamError(_TOO_MUCH)
         allowance = self._allowance if event else None
-        changes = privacy_changes(document, raw, self._request_id, self._addresses, allowance)
+        changes = privacy_changes(document, raw, self._request_id, self._addresses, allowance, form)
         self._closely = not changes.keys() <= {"kv_transfer_params"}
-        if crowded and changes:
+        if crowded and changes and (NATIVE is None or not form.event_wrapper):
             raise UpstreamError(_TOO_MUCH)
         spans: dict[str, MemberSpan] = {**locate_members(raw, document, changes, allowance)} if changes else {}
         usage = document.get("usage")
         if isinstance(usage, dict):
             self.usage = cast("dict[str, object]", usage)
-            wanted = self.prompt_tokens_details
-            # Events that count as they go along say it only if engines do; the last one says what prefill said.
-            passing = event and document.get("choices") and _DETAILS not in self.usage
-            if wanted is not _ITS_OWN and not passing and self.usage.get(_DETAILS) != wanted:
+            if corrected := self._usage_corrections(self.usage, document, event=event):
                 span = spans["usage"] = find_member(raw, document, "usage")
-                changes["usage"] = _with_details(raw[span.value : span.end], self.usage, wanted)
+                changes["usage"] = _edit_usage(raw[span.value : span.end], self.usage, corrected)
         if not changes:
             return raw
         if allowance is not None:
             allowance.spend(_CHANGE_UNITS)
         return edit(raw, spans, changes)
+
+    def _usage_corrections(
+        self, usage: Mapping[str, object], document: Mapping[str, object], *, event: bool
+    ) -> Mapping[str, bytes | None]:
+        """Returns the changes to a `usage`.
+
+        Events that count as they go along report a cache only if engines do. The last one is corrected.
+        """
+        report, form = self.cache_report, self._form
+        if report is _ITS_OWN:
+            return {}
+        if event and not form.usage.reports_cache(usage) and (document.get("choices") or form.omits_params):
+            return {}
+        return form.usage.corrections(usage, report)
 
     def correct_response(self, answer: EngineResponse) -> Sequence[bytes | memoryview]:
         """Returns a whole JSON answer, corrected. For one that was read in steps it returns pieces, without copies.
@@ -111,16 +160,16 @@ class ResponseCorrector:
         document, raw = answer.document, answer.raw
         if (error := embedded_error(document)) is not None:
             raise UpstreamErrorResponse(error)
-        if self._choices and not _chosen(document.get("choices")):
-            raise UpstreamError("the engine's answer has no content")
+        if not self._form.has_content(document):
+            raise UpstreamError(_NO_CONTENT)
         changes = dict(answer.privacy_changes)
         usage = document.get("usage")
         if isinstance(usage, dict):
             self.usage = cast("dict[str, object]", usage)
-            wanted, place = self.prompt_tokens_details, answer.member_spans["usage"]
-            if wanted is not _ITS_OWN and self.usage.get(_DETAILS) != wanted:
+            place = answer.member_spans["usage"]
+            if corrected := self._usage_corrections(self.usage, document, event=False):
                 inside = raw[place.value : place.end]
-                changes["usage"] = edit(inside, find_members(inside), {_DETAILS: to_json(wanted)})
+                changes["usage"] = edit(inside, find_members(inside), corrected)
         return edit_pieces(raw, answer.member_spans, changes) or (raw,)
 
     def correct_events(self, raw: bytes) -> bytes:
@@ -131,8 +180,9 @@ class ResponseCorrector:
             UpstreamError: examining the events would take too long.
             UpstreamErrorResponse: one is an error; `before` it are the events that are none.
         """
-        if not self._closely and max(find_words(raw, _SUSPECTS)) < 0:  # nearly always
+        if not self._closely and max(find_words(raw, self._form.suspects)) < 0:  # nearly always
             return raw
+        words = self._form.suspects
         ends = SSEBoundaries(raw)
         suspects: list[int] | None = None
         done: list[bytes] = []
@@ -143,16 +193,19 @@ class ResponseCorrector:
             while at < len(raw):
                 if not self._closely:
                     if suspects is None:
-                        suspects = find_words(raw, _SUSPECTS, at)
-                    found = _next(raw, at, suspects)
+                        suspects = find_words(raw, words, at)
+                    found = _next(raw, at, words, suspects)
                     if found < 0:
                         break
                     start = _event_start(raw, at, found)
                     done.append(raw[at:start])
                     at = start
                 end = ends.after(at)
-                allowance.spend(1)
-                done.append(self._event(raw[at:end]))
+                if suspects is not None and not self._closely and _says_no_params(raw[at:end], words, suspects, end):
+                    done.append(raw[at:end])
+                else:
+                    allowance.spend(1)
+                    done.append(self._event(raw[at:end]))
                 at = end
         except UpstreamErrorResponse as refusal:
             refusal.preceding_events = b"".join(done)
@@ -176,25 +229,22 @@ class ResponseCorrector:
         return b"%bdata: %b%b%b" % (others, corrected.replace(b"\n", end + b"data: "), end, end)
 
 
-_SUSPECTS: Final = (b'"prompt_tokens"', b'_params"', b'"error"', b'"nvext"', b'"remote_', b'"bootstrap_')
+def _says_no_params(event: bytes, words: Sequence[bytes], suspects: Sequence[int], end: int) -> bool:
+    """Returns whether all that is suspicious of an event are KV params that are null, as each event of some APIs has.
 
-
-def _with_details(usage: bytes, document: Mapping[str, object], details: object) -> bytes:
-    """Returns the text of a `usage` with other `prompt_tokens_details`."""
-    spans = {_DETAILS: find_member(usage, document, _DETAILS)} if _DETAILS in document else find_members(usage)
-    return edit(usage, spans, {_DETAILS: to_json(details)})
-
-
-def _chosen(choices: object) -> bool:
-    """Returns whether a response has a non-empty choice.
-
-    The text of a choice may be empty: a model may have nothing to say.
+    `suspects` holds where each of the words stands first from the event on, which ends at `end`.
     """
-    if isinstance(choices, list):
-        for one in cast("list[object]", choices):
-            if one and isinstance(one, dict):
-                return True
-    return False
+    for word, found in zip(words, suspects, strict=True):
+        if word != _PARAMS and 0 <= found < end:
+            return False
+    return event.count(_PARAMS) == event.count(_NO_PARAMS)
+
+
+def _edit_usage(usage: bytes, document: Mapping[str, object], changes: Mapping[str, bytes | None]) -> bytes:
+    """Returns the text of a `usage`, which parses to `document`, with these changes."""
+    if document.keys() >= changes.keys():
+        return edit(usage, {name: find_member(usage, document, name) for name in changes}, changes)
+    return edit(usage, find_members(usage), changes)
 
 
 def _event_start(raw: bytes, at: int, inside: int) -> int:
@@ -203,25 +253,19 @@ def _event_start(raw: bytes, at: int, inside: int) -> int:
     return max(ends, default=at)
 
 
-def _next(raw: bytes, at: int, suspects: list[int]) -> int:
+def _next(raw: bytes, at: int, words: Sequence[bytes], suspects: list[int]) -> int:
     """Returns where the first word stands, from `at` on, that may need correction in any event; -1 without one.
 
     Inside a JSON string a quote is escaped, so a model that writes `"prompt_tokens"` does not look like it. Dynamo's
-    worker ids stand in `nvext`. `suspects` holds where each word was found last: nothing is searched for twice.
+    worker ids stand in `nvext`. `suspects` holds where each of the words was found last: nothing is searched for twice.
     """
     first = -1
     for index, found in enumerate(suspects):
         if 0 <= found < at:
-            found = suspects[index] = raw.find(_SUSPECTS[index], at)
+            found = suspects[index] = raw.find(words[index], at)
         if found >= 0 and (first < 0 or found < first):
             first = found
     return first
-
-
-def prompt_tokens_details(answer: Mapping[str, object]) -> object:
-    """Returns `usage.prompt_tokens_details` of an answer, or None where the engine does not report it."""
-    usage = answer.get("usage")
-    return cast("dict[str, object]", usage).get(_DETAILS) if isinstance(usage, dict) else None
 
 
 def require_complete_event(event: bytes) -> None:

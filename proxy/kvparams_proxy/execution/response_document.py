@@ -29,9 +29,9 @@ def embedded_error(document: Mapping[str, object]) -> Mapping[str, object] | Non
     """Returns the error object of a response, whatever its status, or None where it is an answer.
 
     Source: vLLM 0.32.0 and SGLang 0.5.23 write `{"error": {...}}` into a stream that fails; older ones
-    `{"object": "error", ...}`.
+    `{"object": "error", ...}`. In streams of `/v1/responses` it is `{"type": "error", ...}`.
     """
     inner = document.get("error")
     if inner:
         return cast("dict[str, object]", inner) if isinstance(inner, dict) else {"message": inner}
-    return document if document.get("object") == "error" else None
+    return document if document.get("object") == "error" or document.get("type") == "error" else None

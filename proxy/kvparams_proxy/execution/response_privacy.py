@@ -15,13 +15,13 @@ from typing import Final
 from pydantic_core import to_json
 
 from kvparams.jsontext.document import MemberSpan, find_member, find_members
+from kvparams_proxy.execution.answer_forms import CHOICES_FORM, AnswerForm
 from kvparams_proxy.execution.engine_addresses import RANDOM_ID, EngineAddresses
 from kvparams_proxy.execution.sse import MAX_EVENTS_PER_TURN
 from kvparams_proxy.upstream.types import UpstreamError
 
 __all__ = [
     "PRIVATE_MEMBERS",
-    "PUBLIC_MEMBERS",
     "Allowance",
     "locate_members",
     "privacy_changes",
@@ -51,24 +51,6 @@ PRIVATE_MEMBERS: Final = frozenset(
 )
 """Members that say where KV or engines are. Sources: vLLM 0.32.0 (at the top of an answer), TensorRT-LLM 1.3
 openai_protocol.py (in each choice), Dynamo 1.2 (`nvext.worker_id`), SGLang 0.5.23 (its bootstrap)."""
-
-PUBLIC_MEMBERS: Final = frozenset(
-    (
-        "id",
-        "object",
-        "created",
-        "model",
-        "choices",
-        "usage",
-        "system_fingerprint",
-        "service_tier",
-        "prompt_logprobs",
-        "prompt_token_ids",
-        "prompt_text",
-        "kv_transfer_params",
-    )
-)
-"""Members of the API that hold nothing of an engine, or are looked at by name."""
 
 _FIRST: Final = rf'[ \t\r\n]*"(?:{"|".join(sorted(PRIVATE_MEMBERS))})"[ \t\r\n]*:[ \t\r\n]*'
 _TEXT_FIRST: Final = re.compile(_FIRST)
@@ -126,6 +108,7 @@ def privacy_changes(
     request_id: str,
     addresses: EngineAddresses,
     allowance: Allowance | None = None,
+    form: AnswerForm = CHOICES_FORM,
 ) -> dict[str, bytes | None]:
     """Computes the changes to a response, or to one event of a stream, as for `kvparams.jsontext.editing.edit`.
 
@@ -135,26 +118,28 @@ def privacy_changes(
         request_id: the proxy's, which it gave to the engine.
         addresses: of the engines.
         allowance: what may be spent on it, where `raw` is one of many events.
+        form: of the API's answers.
 
     Raises:
         UpstreamError: the allowance is used up.
     """
+    public = form.public_members
     changes: dict[str, bytes | None] = {}
     id = document.get("id")
     if id is not None and not _opaque(id, request_id, addresses):
-        kind = document.get("object")
-        prefix = "chatcmpl" if isinstance(kind, str) and kind.startswith("chat.") else "cmpl"
-        changes["id"] = to_json(f"{prefix}-{request_id}")
+        changes["id"] = to_json(f"{_id_prefix(document)}{request_id}")
     fingerprint = document.get("system_fingerprint")
     if fingerprint is not None and not _version(fingerprint, addresses):
         changes["system_fingerprint"] = b"null"
     if document.get("kv_transfer_params") is not None:  # null where there are none, as one engine alone would say
-        changes["kv_transfer_params"] = b"null"
-    if not PUBLIC_MEMBERS.issuperset(document):
-        changes.update(_own_member_changes(document, raw, addresses, allowance))
-    params = raw.count(b'_params"') - ("kv_transfer_params" in document)
+        changes["kv_transfer_params"] = None if form.omits_params else b"null"
+    if document.get("ec_transfer_params") is not None:
+        changes["ec_transfer_params"] = None
+    if not public.issuperset(document):
+        changes.update(_own_member_changes(document, raw, addresses, allowance, public))
+    params = raw.count(b'_params"') - ("kv_transfer_params" in document) - ("ec_transfer_params" in document)
     if params:
-        params -= sum(name.endswith("_params") for name in document if name not in PUBLIC_MEMBERS)
+        params -= sum(name.endswith("_params") for name in document if name not in public)
     if (params > 0 or raw.find(b'"remote_') >= 0 or raw.find(b'"bootstrap_') >= 0) and "choices" in document:
         value = to_json(document["choices"])
         if strip_private_members(value) is not value:
@@ -164,7 +149,11 @@ def privacy_changes(
 
 
 def _own_member_changes(
-    document: Mapping[str, object], raw: bytes, addresses: EngineAddresses, allowance: Allowance | None
+    document: Mapping[str, object],
+    raw: bytes,
+    addresses: EngineAddresses,
+    allowance: Allowance | None,
+    public: frozenset[str],
 ) -> dict[str, bytes | None]:
     """Returns the changes to members that are not of the API: private ones go, and so do those that hold an address.
 
@@ -172,14 +161,15 @@ def _own_member_changes(
         UpstreamError: the allowance is used up.
     """
     changes: dict[str, bytes | None] = {}
-    names = [name for name in document if name not in PUBLIC_MEMBERS]
+    names = [name for name in document if name not in public]
     left_bytes = _SEARCHED
     spans: Mapping[str, MemberSpan] | None = None
     if allowance is not None:
         allowance.spend(len(names) // _MEMBERS_PER_UNIT)
     for name in names:
         if name in PRIVATE_MEMBERS:
-            changes[name] = None
+            if document[name] is not None:  # null says nothing, and one engine alone would say it
+                changes[name] = None
             continue
         value = to_json(document[name])
         inside = strip_private_members(value)
@@ -224,6 +214,16 @@ def strip_private_members(raw: bytes) -> bytes:
         found = _TEXT_MEMBER.search(text, end)
     pieces.append(text[at:])
     return "".join(pieces).encode()
+
+
+def _id_prefix(document: Mapping[str, object]) -> str:
+    """Returns the prefix of response ids of an API, as its answers show."""
+    kind = document.get("object")
+    if kind == "response":
+        return "resp_"
+    if kind is None and document.get("type") == "message":
+        return "msg_"
+    return "chatcmpl-" if isinstance(kind, str) and kind.startswith("chat.") else "cmpl-"
 
 
 def _opaque(id: object, request_id: str, addresses: EngineAddresses) -> bool:

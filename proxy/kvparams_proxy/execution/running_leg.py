@@ -93,10 +93,10 @@ class RunningLeg(ResponseCollector):
         if error is None and head.status == 200 and len(raw) > LONG_RESPONSE_BYTES:
             self.read(raw, head)
         elif error is None and self._batcher is not None:
-            self._answer = EngineResponse(raw)
+            self._answer = EngineResponse(raw, self._context.answer_form)
             self._batcher.schedule(self._pass_on)
         else:
-            self._on_answer(head, EngineResponse(raw), error)
+            self._on_answer(head, EngineResponse(raw, self._context.answer_form), error)
 
     def _pass_on(self) -> None:
         """Has a short answer acted on."""
@@ -115,7 +115,9 @@ class RunningLeg(ResponseCollector):
             done(head, answer, None)
 
         request_id = self._context.inbound.facts.request_id
-        steps = EngineResponse(raw).parse_in_steps(request_id, self._resources.engine_addresses)
+        steps = EngineResponse(raw, self._context.answer_form).parse_in_steps(
+            request_id, self._resources.engine_addresses
+        )
         task = self._resources.step_runner.run(steps, finish, self._on_fault, at_once=len(raw) < _COSTLY_BYTES)
         if not task.is_finished:
             self._parse = task

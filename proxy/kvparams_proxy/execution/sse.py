@@ -5,7 +5,7 @@ Reference: https://html.spec.whatwg.org/multipage/server-sent-events.html; engin
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvparams_proxy.upstream.types import UpstreamError
@@ -22,6 +22,7 @@ __all__ = [
     "done_event_end",
     "elide_token_lists",
     "event_data",
+    "named_event_end",
     "restore_token_lists",
     "split_events",
 ]
@@ -204,6 +205,23 @@ def done_event_end(events: bytes, at: int) -> int:
     if events.startswith(b"\n\n", end - 1):
         return end + 1
     return SSEBoundaries(events, end - 2).after(end - 2)
+
+
+def named_event_end(line: bytes) -> Callable[[bytes, int], int]:
+    """Returns a function that finds the position behind the event with this `event:` line, as `done_event_end` does.
+
+    `line`: a pattern that matches the line and the first byte of its end. A JSON string holds no line break, so
+    generated text never looks like the line.
+    """
+    first, later = re.compile(line), re.compile(rb"\n" + line)
+
+    def end_of(events: bytes, at: int) -> int:
+        found = first.match(events) or later.search(events)
+        if found is None:
+            return -1
+        return SSEBoundaries(events, found.end() - 1).after(found.end() - 1)
+
+    return end_of
 
 
 def elide_token_lists(events: bytes) -> tuple[bytes, list[bytes]]:

@@ -6,7 +6,6 @@ within a fixed buffer.
 """
 
 import re
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, Protocol
 
@@ -18,18 +17,15 @@ from kvparams_proxy.execution.sse import (
     DONE,
     LARGE_EVENT_BYTES,
     SSEBuffer,
-    done_event_end,
     elide_token_lists,
     restore_token_lists,
 )
 from kvparams_proxy.execution.stream_content import (
-    CONTENT_TEXT,
-    DELTA_TEXT,
     NO_SPELLING,
     find_content,
-    first_content,
     has_data,
     names_role_only,
+    stream_form,
 )
 from kvparams_proxy.execution.stream_continuation import StreamRecorder
 from kvparams_proxy.requests.downstream import Downstream
@@ -39,15 +35,13 @@ from kvparams_proxy.upstream.types import BodyBuffer, ResponseHead, UpstreamErro
 __all__ = ["StreamRelay", "StreamRelayObserver"]
 
 
+_DONE_EVENT: Final = b"data: [DONE]"
 _EVENT_STREAM: Final = b"content-type: text/event-stream; charset=utf-8\r\n"
 """Written by us: what an engine adds to it may say where it is."""
 _MOST_ERROR_BYTES: Final = 8 << 10
 """Of an answer in place of a stream, in which an error is looked for."""
 _HELD_BYTES: Final = 8 << 20
 """The most that is held before the first event with content: one event of any length, and what came before it."""
-
-
-_FindsContent = Callable[[bytes | bytearray], re.Match[bytes] | bool | None]
 
 
 class StreamRelayObserver(Protocol):
@@ -90,6 +84,7 @@ class StreamRelay:
         "_done",
         "_downstream",
         "_ended",
+        "_form",
         "_gated",
         "_head",
         "_headers",
@@ -147,19 +142,19 @@ class StreamRelay:
         self._head = ResponseHead()
         self._recorder = recorder
         self._resumed = recorder is not None and recorder.resumed
-        self._done = endpoint.sends_done_event
-        choices = endpoint.has_choices
-        self._begins: _FindsContent = first_content if choices else has_data
+        form = self._form = stream_form(endpoint)
+        self._done = form.last_word is not None
+        self._begins = form.begins
         self._begun = self._streaming = False
         self._gated = gated
         self._ended = False  # whether it has ended well, and waits for `release_held`
-        self._content = CONTENT_TEXT if choices else DELTA_TEXT
+        self._content = form.content
         """Occurs once in each event with content, as this engine spells it until it spells it in another way."""
         self._heard = False  # whether an event without content has said something
         self._held = bytearray()
         self._complete = False  # whether the last event was sent: nothing may follow
         self._sent_bytes = self._sent_events = 0
-        self._spoken = not choices
+        self._spoken = not form.has_choices
         """Whether an event had more in it than the role of who answers: until then, each is looked at."""
         self._streams = endpoint.supports_streaming
         self._unfinished = SSEBuffer()
@@ -182,7 +177,7 @@ class StreamRelay:
         if not self._streaming:
             self._whole.add(data)
         elif self._complete:
-            if data.strip():
+            if self._goes_on(data):
                 raise UpstreamError("the engine's stream goes on behind its last event")
         elif not self._cut and data.endswith(b"\n\n"):  # nearly always: an engine sends events whole
             self._send(data)
@@ -266,7 +261,7 @@ class StreamRelay:
                 if self._gated and self._begins(events):
                     self._listener.stream_held()
                 return
-            if isinstance(begins, re.Match) and not self._resumed:
+            if isinstance(begins, re.Match) and not self._resumed:  # a spelling of `choices`
                 self._content = begins.group()
             if self._held:
                 events = bytes(self._held) + (whole or events)
@@ -275,8 +270,9 @@ class StreamRelay:
                 if len(events) > LARGE_EVENT_BYTES:
                     whole = events
                     events, lists = elide_token_lists(whole)
-        at = events.find(DONE) if self._done else -1
-        end = -1 if at < 0 else done_event_end(events, at)
+        word = self._form.last_word
+        at = -1 if word is None else events.find(word)
+        end = -1 if at < 0 else self._form.last_end(events, at)
         behind = b""
         if end >= 0:
             events, behind = events[:end], events[end:]
@@ -299,8 +295,13 @@ class StreamRelay:
         if end >= 0:
             self._complete = True
             self._listener.stream_complete()
-            if behind.strip() or self._unfinished.take().strip():
+            if self._goes_on(behind + self._unfinished.take()):
                 raise UpstreamError("the engine's stream goes on behind its last event")
+
+    def _goes_on(self, behind: bytes) -> bool:
+        """Returns whether there is anything behind the last event. Behind a named one, `[DONE]` says nothing more."""
+        rest = behind.strip()
+        return bool(rest) and (self._form.last_word == DONE or rest != _DONE_EVENT)
 
     def _hold(self, whole: bytes, events: bytes) -> None:
         """Keeps events without content: `whole`, which are `events` with their long lists of token ids.
@@ -312,7 +313,8 @@ class StreamRelay:
         """
         if has_data(events):
             self._heard = True
-            require_no_error(events)
+            if self._form.has_choices or b'"error"' in events:
+                require_no_error(events)
         self._held += whole
         if len(self._held) > _HELD_BYTES:
             raise UpstreamError("the engine's stream holds nothing but comments and empty events")
@@ -336,10 +338,10 @@ class StreamRelay:
     def _respelled(self, corrected: bytes) -> int:
         """Returns the number of these events with content in a new spelling, which is counted from then on.
 
-        In a stream of `/v1/responses`, every event that says something is progress as well.
+        In streams without choices, every event that says something is progress as well.
         """
-        if self._content is DELTA_TEXT:
-            if has_data(corrected):
+        if not self._form.has_choices:
+            if self._form.says_something(corrected):
                 self.last_content_s = self._clock.coarse_time_s
             return 0
         number = sum(1 for _ in find_content(corrected))

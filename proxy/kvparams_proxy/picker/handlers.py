@@ -99,6 +99,16 @@ class PickHandler(RequestHandler):
         if isinstance(downstream, PickDownstream):
             downstream.refuse(error)
 
+    def _restrict_to_state(self, inbound: ParsedRequest, previous: str) -> None:
+        """Refuses a request that goes on from a response: engines choose their own ids behind a picker."""
+        message = (
+            "`previous_response_id` is not supported behind an endpoint picker, which cannot tell the engine that has "
+            "the response; send the items of the conversation in `input`"
+        )
+        raise ProxyError(
+            400, "invalid_request_error", message, param="previous_response_id", code="previous_response_unsupported"
+        )
+
     def _execute(
         self,
         inbound: ParsedRequest,

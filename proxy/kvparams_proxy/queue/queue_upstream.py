@@ -106,7 +106,7 @@ class QueueUpstream:
         """See `Upstream.request`."""
         return path + b"\r\n" + headers, join_body(body)
 
-    def get(self, path: bytes) -> UpstreamRequest:
+    def get(self, path: bytes, headers: bytes = b"") -> UpstreamRequest:
         """See `Upstream.get`. It is answered here."""
         return b"", path
 

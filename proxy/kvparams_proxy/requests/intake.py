@@ -41,7 +41,9 @@ __all__ = ["ParsedRequest", "parse_request", "parse_request_in_steps"]
 T = TypeVar("T")
 _BYTES_PER_TOKEN: Final = 4
 """About, in text; limits in tokens need no more."""
-_NEEDED: Final = frozenset((*NESTED_CARRIERS, "messages", "prompt", "token_ids", "stream_options"))
+_NEEDED: Final = frozenset(
+    (*NESTED_CARRIERS, "messages", "prompt", "token_ids", "input", "tool_choice", "stream_options")
+)
 """Members whose values are looked at, whatever else there is."""
 _TOKEN_IDS: Final[Mapping[EndpointKind, str]] = {"completions": "prompt", "generate": "token_ids"}
 """The member that may be a long list of token ids."""
@@ -69,6 +71,8 @@ class ParsedRequest:
     something short of their kind."""
     sampling_spans: Mapping[str, MemberSpan] | None = None
     """Where the members of a `sampling_params` that is long stand in its text."""
+    previous_response: str | None = None
+    """The response that this one goes on from, where there is one: its engine has to answer."""
 
 
 def parse_request(
@@ -174,8 +178,10 @@ def _receiver(kind: EndpointKind) -> AbridgedObjectReceiver:
     }
     if kind == "completions":
         special["prompt"] = CompletionPromptReceiver()
-    elif kind == "chat":
+    elif kind in ("chat", "messages"):
         special["messages"] = MessagesReceiver()
+    elif kind == "responses":
+        special["input"] = PromptInputReceiver("")
     elif kind == "generate":
         special["token_ids"] = TokenIdsReceiver("token_ids")
         special["features"] = AbridgedObjectReceiver()
@@ -219,4 +225,7 @@ def _request(
     )
     if routing_ids is not None:
         facts = facts._replace(routing_ids=routing_ids)
-    return ParsedRequest(facts, body, spans, changes, stream, document, was_stripped)
+    parsed = ParsedRequest(facts, body, spans, changes, stream, document, was_stripped)
+    if rare.previous_response is not None:
+        parsed.previous_response = rare.previous_response
+    return parsed

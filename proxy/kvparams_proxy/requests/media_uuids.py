@@ -27,6 +27,12 @@ __all__ = ["media_uuid_changes", "strip_media_uuids_in_steps"]
 _WITH_MESSAGES: Final = ("messages", "input", "query", "queries", "documents", "data_1", "data_2", "text_1", "text_2")
 """Members of endpoints other than chat that hold messages, or what has content as messages have it (vLLM 0.32.0
 entrypoints: responses, tokenize, pooling)."""
+_SEARCHED: Final[Mapping[EndpointKind, tuple[str, ...]]] = {
+    "chat": ("messages",),
+    "messages": ("messages",),
+    "responses": ("input",),
+    "generate": ("content_parts",),
+}
 _CONTENT: Final = ("content", "output")
 """Where the parts of a message stand; `output`: of a tool, in `/v1/responses`."""
 _MIXED: Final = (dict, str)
@@ -59,7 +65,7 @@ def media_uuid_changes(
     Raises:
         ProxyError: 400, a medium has a name and nothing else.
     """
-    if kind == "chat":
+    if kind in ("chat", "messages"):
         messages = document["messages"]
         for message in cast("list[dict[str, object]]", messages):  # most requests have no list in it
             content = message.get("content")
@@ -70,7 +76,7 @@ def media_uuid_changes(
         return _generate(document, body, spans, tenant)
     return {
         name: to_json(_unnamed(document[name], name))
-        for name in _WITH_MESSAGES
+        for name in _SEARCHED.get(kind, _WITH_MESSAGES)
         if name in document and _is_named(document[name])
     }
 
@@ -98,7 +104,7 @@ def strip_media_uuids_in_steps(
         ProxyError: 400, a name is too long, or the hashes of media are.
     """
     cuts: list[tuple[int, int]] = []
-    for name in ("messages",) if kind == "chat" else ("content_parts",) if kind == "generate" else _WITH_MESSAGES:
+    for name in _SEARCHED.get(kind, _WITH_MESSAGES):
         if (field := spans.get(name)) is not None:
             yield from _find_names(body, field, cuts)
     if cuts:

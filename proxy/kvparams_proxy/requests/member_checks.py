@@ -37,9 +37,16 @@ _RARE: Final = frozenset(
         "use_beam_search",
     )
 )
+_RARE_OF_KIND: Final[Mapping[EndpointKind, frozenset[str]]] = {
+    "messages": _RARE | {"tool_choice"},
+    "responses": _RARE | {"background", "truncation", "previous_response_id"},
+}
+"""The same of endpoints that have further ones."""
 _WHOLE: Final = frozenset(("max_tokens", "max_completion_tokens", "min_tokens"))
 _ENCODINGS: Final = (None, "float", "base64")
 """vLLM 0.32.0 answers the others with application/octet-stream (entrypoints/pooling)."""
+_ONE_CHOICE: Final = ("messages", "responses", "other")
+_UNCUT: Final = (None, "disabled")
 _MAX_CHOICES: Final = 128
 _MAX_SALT: Final = 256
 _MAX_MODEL: Final = 1024
@@ -58,6 +65,8 @@ class RareMembers(NamedTuple):
     """OpenAI's `prompt_cache_key`: requests of one key have their beginning in common."""
     more_prompts: int = 0
     """Prompts that came as embeddings, beside those in `prompt` (vLLM 0.32.0 renderers/online_renderer.py)."""
+    previous_response: str | None = None
+    """The response that a request to `/v1/responses` goes on from. Only the engine that has made it knows it."""
 
 
 _ORDINARY: Final = RareMembers()
@@ -83,12 +92,15 @@ def check_members(
             raise invalid_member_error("model", f"`model` must have at most {_MAX_MODEL} characters")
         prompts, ids = _prompts(kind, document, receiver)
         rare, routing_ids = _ORDINARY, None
-        if kind == "generate" or not _RARE.isdisjoint(document):
+        if kind == "generate" or not _RARE_OF_KIND.get(kind, _RARE).isdisjoint(document):
             rare = _rare_members(kind, document)
             prompts += rare.more_prompts
             if ids is not None:
                 ids, routing_ids = _computed_ids(document, ids, prompts)
-        _whole(document, "max_tokens", 0 if rare.prompt_only else 1)
+        limit = "max_output_tokens" if kind == "responses" else "max_tokens"
+        most = _whole(document, limit, 0 if rare.prompt_only else 1)
+        if most is None and kind == "messages":
+            raise invalid_member_error("max_tokens", "`max_tokens` is required: a whole number from 1 on")
         stream = _optional(document, "stream", bool, "true or false") or False
     except ProxyError as error:
         error.model = model
@@ -105,7 +117,7 @@ def _rare_members(kind: EndpointKind, document: Mapping[str, object]) -> RareMem
     sampled = document
     if kind == "generate":
         sampled = cast("dict[str, object]", _optional(document, "sampling_params", dict, "an object") or {})
-    choices = 1 if kind == "other" else _whole(sampled, "n", 1, _MAX_CHOICES) or 1
+    choices = 1 if kind in _ONE_CHOICE else _whole(sampled, "n", 1, _MAX_CHOICES) or 1
     scored = sampled.get("prompt_logprobs") is not None or (echo and document.get("logprobs") is not None)
     _optional(document, "stream_options", dict, "an object")
     salt = _optional(document, "cache_salt", str, "a string")
@@ -117,7 +129,34 @@ def _rare_members(kind: EndpointKind, document: Mapping[str, object]) -> RareMem
         more_prompts = len(cast("list[object]", embeds)) if isinstance(embeds, list) else 1
     # vLLM 0.32.0 runs a beam search without kv_transfer_params (completion/protocol.py, to_beam_search_params).
     beams = kind in ("completions", "chat") and _optional(document, "use_beam_search", bool, "true or false") is True
-    return RareMembers(choices, salt, scored or prompt_only or beams, prompt_only, session[:_MAX_SESSION], more_prompts)
+    previous = None
+    whole = scored or prompt_only or beams
+    if kind == "messages":
+        whole = whole or _forces_tool(document)
+    elif kind == "responses":
+        previous = _optional(document, "previous_response_id", str, "a string")
+        whole = whole or previous is not None or _runs_whole(document)
+    return RareMembers(choices, salt, whole, prompt_only, session[:_MAX_SESSION], more_prompts, previous)
+
+
+def _forces_tool(document: Mapping[str, object]) -> bool:
+    """Returns whether `/v1/messages` must call one named tool.
+
+    A prefill leg would cut the call's arguments short, which vLLM takes for its own fault (0.32.0 anthropic/serving.py,
+    `messages_full_converter`), and another choice could be another prompt.
+    """
+    choice = document.get("tool_choice")
+    return isinstance(choice, dict) and cast("dict[str, object]", choice).get("type") == "tool"
+
+
+def _runs_whole(document: Mapping[str, object]) -> bool:
+    """Returns whether one engine has to run a whole request of `/v1/responses`.
+
+    In the background an engine answers before it has fetched any KV. Where it may cut the prompt, it does so by
+    `max_output_tokens`, which a prefill leg changes (vLLM 0.32.0 responses/protocol.py, `build_tok_params`).
+    """
+    in_background = _optional(document, "background", bool, "true or false") is True
+    return in_background or document.get("truncation") not in _UNCUT
 
 
 def _computed_ids(
@@ -161,6 +200,13 @@ def _chat(document: Mapping[str, object]) -> tuple[int, None]:
     for index, message in enumerate(cast("list[object]", messages)):
         if not has_role(message):
             raise invalid_member_error(f"messages[{index}]", "each message must be an object with a `role`")
+    return 1, None
+
+
+def _input(document: Mapping[str, object]) -> tuple[int, None]:
+    given = document.get("input")
+    if not given or not isinstance(given, str | list):
+        raise invalid_member_error("input", "`input` must be a string or a list of items, and not empty")
     return 1, None
 
 
@@ -213,6 +259,8 @@ _PROMPTS: Final[Mapping[EndpointKind, Callable[[Mapping[str, object]], tuple[int
     "completions": _prompt,
     "chat": _chat,
     "generate": _generate,
+    "messages": _chat,
+    "responses": _input,
     "other": _other,
 }
 """For each kind of request, how many prompts there are, and the token ids where it is one prompt of ids."""
@@ -223,7 +271,7 @@ def _prompts(
 ) -> tuple[int, Sequence[int] | None]:
     """Returns how many prompts there are, and the token ids where it is one prompt of ids."""
     if receiver is not None:
-        for name in ("prompt", "messages", "token_ids"):
+        for name in ("prompt", "messages", "input", "token_ids"):
             long = receiver.long.get(name)
             if isinstance(long, PromptInputReceiver):
                 return long.prompts()

@@ -9,9 +9,10 @@ from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.requests.endpoints import ENDPOINTS
 from kvparams_proxy.server.admin_api import admin_routes
 from kvparams_proxy.server.app_plugins import load_app_plugins
+from kvparams_proxy.server.asgi_request_handler import ASGIRequestHandler
 from kvparams_proxy.server.lifespan import app_lifespan
 from kvparams_proxy.server.public_api import EXCEPTION_HANDLERS, public_routes
-from kvparams_proxy.server.request_handler import ASGIRequestHandler
+from kvparams_proxy.server.stored_responses import response_routes
 from kvparams_proxy.ui.ui_routes import ui_routes
 from kvparams_proxy.upstream.interface import UpstreamFactory
 from kvparams_proxy.workers.worker_link import WorkerLink
@@ -39,6 +40,7 @@ def create_app(
     app = Starlette(
         routes=[
             *(Route(each.path, ASGIRequestHandler(each.path), methods=["POST"]) for each in ENDPOINTS),
+            *response_routes(),
             *public_routes(),
             *(admin_routes(settings.admin_token) if settings.admin_token is not None else ()),
             *ui_routes(settings.admin_token, settings.viewer_token),

@@ -22,6 +22,7 @@ from kvparams_proxy.fleet.registry.instance_spec import KV_EVENTS_REQUIREMENT
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.requests.authentication import APIKeyAuthenticator
 from kvparams_proxy.requests.endpoints import APIEndpoint
+from kvparams_proxy.requests.response_ids import ResponseIds
 from kvparams_proxy.server.app_plugins import AppPlugins
 from kvparams_proxy.telemetry.exposition import MetricsExposition
 
@@ -34,6 +35,7 @@ __all__ = [
     "open_decode_picker",
     "open_event_consumer",
     "reload_on_change",
+    "response_ids",
     "role_alone",
     "run_startup_check",
     "switch_modes",
@@ -101,6 +103,12 @@ async def run_startup_check(
     finally:
         task.cancel()
         await asyncio.wait([task])
+
+
+def response_ids(settings: Settings) -> ResponseIds:
+    """Returns what makes the ids of stored responses. All proxies that share a fleet find each other's."""
+    sharing = settings.sharing
+    return ResponseIds(None if sharing is None else sharing.seed.to_bytes(8, "little"))
 
 
 def id_maker() -> Callable[[], str]:

@@ -1,7 +1,7 @@
 """The routes that everybody may use besides generation: models, health, metrics; and the app's error answers."""
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, Final, cast
 
 from starlette.exceptions import HTTPException
@@ -9,12 +9,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvparams.instances import Role
+from kvparams.instances import RequestFacts, Role
 from kvparams.version import __version__
 from kvparams.versions import SUPPORTED_VERSIONS
 from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair
 from kvparams_proxy.fleet.registry.registry import Registry
@@ -22,6 +24,8 @@ from kvparams_proxy.requests.authentication import Unauthorized, require_client
 from kvparams_proxy.server.admin_answers import VersionAnswer
 
 __all__ = ["EXCEPTION_HANDLERS", "public_routes"]
+
+_COMMON_PATH: Final = "/v1/chat/completions"
 
 
 def public_routes() -> list[Route]:
@@ -50,9 +54,25 @@ async def _models(request: Request) -> Response:
             require_client(keys, next((v for n, v in request.headers.raw if n == b"authorization"), None))
         except Unauthorized as error:
             return Response(error.body(), 401, _headers(error), "application/json")
-    models = request.state.resources.fleet.models()
-    data = [{"id": model, "object": "model", "created": 0, "owned_by": "kvparams"} for model in models]
-    return JSONResponse({"object": "list", "data": data})
+    return JSONResponse({"object": "list", "data": list(_model_cards(request.state.resources, request.state.modes))})
+
+
+def _model_cards(resources: ExecutionResources, modes: ActiveModes) -> Iterator[dict[str, object]]:
+    """Yields the models that can be asked for now, and their further names.
+
+    A model that lacks engines of a role that its requests need is none of them.
+    """
+    card: dict[str, object] = {"object": "model", "created": 0, "owned_by": "kvparams"}
+    served: list[str] = []
+    for model in resources.fleet.models():
+        facts = RequestFacts("", "", model, 1, 1, None, None)
+        roles = modes.select_manager(facts, _COMMON_PATH, False).roles
+        if all(any(m.instance.role is role and m.serves(model) for m in resources.fleet.members) for role in roles):
+            served.append(model)
+            yield {"id": model, **card, "root": model}
+    for alias, model in sorted(resources.settings.model_aliases.items()):
+        if model in served and alias not in served:
+            yield {"id": alias, **card, "root": model}
 
 
 async def _health(request: Request) -> Response:

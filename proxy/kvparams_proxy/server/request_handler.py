@@ -4,15 +4,13 @@ The same for both ways in, the short one (`direct_path.py`) and ASGI. A client t
 body is read.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Generator, Iterable
-from functools import partial
-from typing import Final, cast
+from typing import Final
 
-from starlette.types import Receive, Scope, Send
+from pydantic_core import to_json
 
-from kvparams.instances import Role
+from kvparams.instances import InstanceRestriction, Role
 from kvparams.routing.managers.aggregated import Aggregated
 from kvparams.routing.managers.interface import DisaggregatedRequestManager
 from kvparams_proxy.errors import ProxyError
@@ -20,30 +18,30 @@ from kvparams_proxy.event_loop.step_runner import StepRunner, StepTask
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.executor import Execution
 from kvparams_proxy.execution.resources import ExecutionResources
-from kvparams_proxy.requests.asgi_body import read_asgi_body
 from kvparams_proxy.requests.authentication import (
     APIKeyAuthenticator,
     AuthenticatedClient,
     require_client,
     session_from_header,
 )
-from kvparams_proxy.requests.body import BodyBudget, RequestBody, body_too_large_error, declared_length
-from kvparams_proxy.requests.downstream import ASGIDownstream, Downstream
+from kvparams_proxy.requests.body import BodyBudget, body_too_large_error, declared_length
+from kvparams_proxy.requests.downstream import Downstream
 from kvparams_proxy.requests.endpoints import APIEndpoint
 from kvparams_proxy.requests.forbidden_fields import FORWARDED_HEADERS, is_safe_request_id
 from kvparams_proxy.requests.intake import ParsedRequest, parse_request, parse_request_in_steps
 from kvparams_proxy.server.admission import Admission
 from kvparams_proxy.server.prefill_partners import PARTNER_HEADERS, PrefillPartners
+from kvparams_proxy.server.stored_responses import find_response_instance
 from kvparams_proxy.telemetry.request_record import RefusedRequest
 from kvparams_proxy.telemetry.tracing import TraceContext
 from kvparams_proxy.tokenization.service import RoutingTokens
 
-__all__ = ["ASGIRequestHandler", "RequestHandler"]
+__all__ = ["RequestHandler"]
 
 _log: Final = logging.getLogger(__name__)
 _BOTH: Final = (Role.AGGREGATED,)
 _HEEDED: Final = FORWARDED_HEADERS | {
-    *(b"x-request-id", b"content-encoding", b"authorization", b"x-session-id"),
+    *(b"x-request-id", b"content-encoding", b"authorization", b"x-api-key", b"x-session-id"),
     *(b"content-type", b"content-length"),
     *PARTNER_HEADERS,
 }
@@ -52,8 +50,6 @@ _JSON: Final = b"application/json"
 _NOT_JSON: Final = "the Content-Type must be application/json"
 """vLLM 0.32.0 asks the same (entrypoints/openai/utils.py, validate_json_request): a page of another site can make a
 browser send any other type without asking first."""
-_UPGRADE: Final = "this server drops the body of requests with an Upgrade header; send the request without it"
-"""uvicorn 0.34 to 0.54 with httptools (uvicorn's issue 2722, httptools' 124)."""
 _SHORT_LENGTH: Final = 6
 """Digits of a Content-Length that is below any limit worth a look."""
 _COSTLY_BYTES: Final = 1 << 20
@@ -92,6 +88,7 @@ class RequestHandler:
         given: bytes | None = None
         error: ProxyError | None = None
         authorization: bytes | None = None
+        api_key: bytes | None = None
         forwarded: list[bytes] = []
         session = ""
         typed = False
@@ -112,12 +109,16 @@ class RequestHandler:
                 if authorization is not None:
                     error = ProxyError(400, "invalid_request_error", "there must be one Authorization header")
                 authorization = value
+            elif name == b"x-api-key":
+                api_key = value
             elif name == b"x-session-id":
                 session = session_from_header(value)
             elif name in FORWARDED_HEADERS:
                 forwarded.append(b"%b: %b\r\n" % (name, value))
             elif name in PARTNER_HEADERS:
                 partner[name] = value
+        if authorization is None and api_key is not None and self._endpoint.error_form == "anthropic":
+            authorization = b"Bearer " + api_key  # as Anthropic's clients send it
         if not typed and error is None:
             error = ProxyError(415, "invalid_request_error", _NOT_JSON)
         client: AuthenticatedClient | None = None
@@ -227,9 +228,15 @@ class RequestHandler:
         resources = self._resources
         if inbound.was_stripped:
             resources.metrics.stripped["body"] += 1
+        if resources.settings.model_aliases:
+            self._resolve_alias(inbound)
         self.check_model(inbound.facts.model)
+        if inbound.previous_response is not None:
+            self._restrict_to_state(inbound, inbound.previous_response)
         if admission.partner is not None:
-            inbound.facts = inbound.facts._replace(restrictions={Role.PREFILL: admission.partner})
+            inbound.facts = inbound.facts._replace(
+                restrictions={**inbound.facts.restrictions, Role.PREFILL: admission.partner}
+            )
         trace, forwarded, authorization = None, admission.forwarded, admission.authorization
         if resources.tracer is not None:
             trace, forwarded = resources.tracer.begin(forwarded)
@@ -249,6 +256,25 @@ class RequestHandler:
             self._execute(inbound, upstream, authorization, downstream, done, trace)
 
         resources.token_service.find(self._endpoint.kind, inbound, routed)
+
+    def _resolve_alias(self, inbound: ParsedRequest) -> None:
+        """Replaces a further name of a model by the one that engines know."""
+        asked = inbound.facts.model
+        model = None if asked is None else self._resources.settings.model_aliases.get(asked)
+        if model is not None:
+            inbound.facts = inbound.facts._replace(model=model)
+            inbound.changes = {**inbound.changes, "model": to_json(model)}
+
+    def _restrict_to_state(self, inbound: ParsedRequest, previous: str) -> None:
+        """Has a request answered by the engine that has made the response it goes on from.
+
+        Raises:
+            ProxyError: that engine is not known.
+        """
+        tenant = inbound.facts.tenant
+        found = find_response_instance(self._resources, previous, tenant, "previous_response_id")
+        limit = InstanceRestriction(frozenset((found.id,)), is_required=True)
+        inbound.facts = inbound.facts._replace(restrictions={found.role: limit})
 
     def _execute(
         self,
@@ -274,7 +300,7 @@ class RequestHandler:
     def refuse(self, admission: Admission, error: ProxyError, downstream: Downstream) -> None:
         """Answers with an error in place of an execution."""
         self._tell(admission, error)
-        answer = error.body()
+        answer = error.body(self._endpoint.error_form)
         request_id = admission.request_id.encode()
         lines = b"content-type: application/json\r\n%bx-request-id: %b\r\n" % (error.headers(), request_id)
         downstream.head(error.status, lines, len(answer))
@@ -341,52 +367,3 @@ class _LongBodyRead:
 
     def client_ready(self) -> None:
         """See `DownstreamObserver`."""
-
-
-class ASGIRequestHandler:
-    """The ASGI app of an endpoint, for servers that offer no shorter way."""
-
-    def __init__(self, path: str) -> None:
-        """It is found under this path in the lifespan's state, however the client has spelled it."""
-        self._path = path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generate: RequestHandler = scope["state"]["generate"][self._path]
-        admission = generate.admit(scope["headers"])
-        gathered = RequestBody(generate.max_bytes, generate.bodies)
-        headers = dict(cast("Iterable[tuple[bytes, bytes]]", scope["headers"]))
-        upgrade, length = b"upgrade" in headers, headers.get(b"content-length")
-        body = b""
-        try:
-            if admission.error is None:
-                body = await read_asgi_body(receive, gathered)
-                if upgrade and length is not None and declared_length(length) != len(body):
-                    raise ProxyError(400, "invalid_request_error", _UPGRADE)
-        except ProxyError as error:
-            admission.error = error.with_traceback(None)
-        except ConnectionError:  # the client left while it was sending
-            gathered.release()
-            return
-        try:
-            # What follows an upgrade on its connection is nobody's request: it may be the body that was left out.
-            await self._answer(generate, admission, body, ASGIDownstream(receive, send, closes=upgrade))
-        finally:
-            gathered.release()
-
-    async def _answer(
-        self, generate: RequestHandler, admission: Admission, body: bytes, downstream: ASGIDownstream
-    ) -> None:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        try:
-            generate.handle(admission, body, downstream, partial(_set, done))
-            await done
-            await downstream.finished()
-        finally:
-            downstream.close()
-            if not done.done() or done.cancelled():  # the server has cancelled this task, and what it waited for
-                downstream.drop()
-
-
-def _set(done: asyncio.Future[None]) -> None:
-    if not done.done():
-        done.set_result(None)

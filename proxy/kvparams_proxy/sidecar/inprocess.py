@@ -70,7 +70,7 @@ class InProcessUpstream:
         head = b"POST %b\r\ncontent-type: application/json\r\naccept: */*\r\n%b%bcontent-length: %d\r\n"
         return head % (path, self._own, headers, len(body)), body
 
-    def get(self, path: bytes) -> UpstreamRequest:
+    def get(self, path: bytes, headers: bytes = b"") -> UpstreamRequest:
         """Builds a GET request."""
         return b"GET %b\r\naccept: */*\r\n%b" % (path, self._own), b""
 

@@ -99,21 +99,20 @@ class RequestRecord:
 
     def record_usage(self, usage: Mapping[str, object]) -> None:
         """Records the usage that the engine of the prompt reports."""
-        self.prompt_tokens = _tokens(usage.get("prompt_tokens"))
-        details = usage.get("prompt_tokens_details")
-        if isinstance(details, dict):
-            self.cached_tokens = _tokens(cast("dict[str, object]", details).get("cached_tokens"))
+        self.prompt_tokens, cached = _prompt_counts(usage)
+        if cached is not None:
+            self.cached_tokens = cached
 
     def record_decode(self, usage: Mapping[str, object], *, split: bool) -> None:
         """Records the usage that the answering engine reports; the last call counts.
 
         Without `split` that engine has computed the prompt as well.
         """
-        self.completion_tokens = _tokens(usage.get("completion_tokens"))
+        self.completion_tokens = _tokens(usage.get("completion_tokens", usage.get("output_tokens")))
         if not split:
             self.record_usage(usage)
         elif self.prompt_tokens is None:
-            self.prompt_tokens = _tokens(usage.get("prompt_tokens"))
+            self.prompt_tokens, _ = _prompt_counts(usage)
 
     def record_error(self, error: ProxyError) -> None:
         """Records an error that the client is told of."""
@@ -157,6 +156,25 @@ class RecordReader(Protocol):
     def refused(self, refusal: RefusedRequest) -> None:
         """Reads a request that was answered with an error before its execution."""
         ...
+
+
+def _prompt_counts(usage: Mapping[str, object]) -> tuple[int | None, int | None]:
+    """Returns the tokens of the prompt and those that were cached, as far as a usage of any API says.
+
+    `/v1/messages` counts cached tokens beside `input_tokens`; `/v1/responses` counts them among these.
+    """
+    if "input_tokens" not in usage:
+        return _tokens(usage.get("prompt_tokens")), _cached(usage.get("prompt_tokens_details"))
+    rest = _tokens(usage["input_tokens"])
+    if "total_tokens" in usage:
+        return rest, _cached(usage.get("input_tokens_details"))
+    read = _tokens(usage.get("cache_read_input_tokens"))
+    created = _tokens(usage.get("cache_creation_input_tokens"))
+    return None if rest is None else rest + (read or 0) + (created or 0), read
+
+
+def _cached(details: object) -> int | None:
+    return _tokens(cast("dict[str, object]", details).get("cached_tokens")) if isinstance(details, dict) else None
 
 
 def _tokens(value: object) -> int | None:

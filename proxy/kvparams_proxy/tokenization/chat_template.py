@@ -17,7 +17,8 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvparams_proxy.tokenization.content_format import ContentFormat, detect_content_format
-from kvparams_proxy.tokenization.template_inputs import UnsupportedChatError, template_messages, template_variables
+from kvparams_proxy.tokenization.errors import UnsupportedChatError
+from kvparams_proxy.tokenization.template_inputs import template_messages, template_variables
 
 __all__ = ["ChatTemplate", "RenderLimitError"]
 

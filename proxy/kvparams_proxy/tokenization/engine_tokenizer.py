@@ -5,7 +5,7 @@ not marked as broken.
 """
 
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final, cast
 
 from pydantic_core import to_json
@@ -22,6 +22,8 @@ from kvparams_proxy.fleet.upstream_pools import UpstreamPools
 from kvparams_proxy.requests.endpoints import EndpointKind
 from kvparams_proxy.requests.intake import ParsedRequest
 from kvparams_proxy.requests.long_body_receivers import TokenIdsReceiver, token_id_array
+from kvparams_proxy.tokenization.chat_conversion import as_chat
+from kvparams_proxy.tokenization.errors import UnsupportedChatError
 from kvparams_proxy.upstream.interface import ExchangeHandle
 from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError
 
@@ -122,14 +124,20 @@ def build_tokenize_body(kind: EndpointKind, inbound: ParsedRequest) -> bytes | N
 
     Returns None for a request that it cannot express.
     """
-    names = _MEMBERS.get(kind)
     document = inbound.document
+    if kind in ("messages", "responses") and document is not None:
+        return (
+            _converted_body(kind, {**document, "model": inbound.facts.model}) if inbound.is_document_complete else None
+        )
+    names = _MEMBERS.get(kind)
     if names is None or document is None or (kind == "completions" and not isinstance(document.get("prompt"), str)):
         return None
     body, spans = inbound.body, inbound.member_spans
     if not inbound.is_document_complete and any(_is_long(spans.get(name)) for name in _REWRITTEN):
         return None
     members = {name: body[spans[name].value : spans[name].end] for name in names if name in spans}
+    if (model := inbound.changes.get("model")) is not None:  # the client has said another name
+        members["model"] = model
     if kind == "chat":
         further = {name: document[name] for name in _REWRITTEN[1:] if document.get(name) is not None}
         given = document.get("chat_template_kwargs")
@@ -138,6 +146,23 @@ def build_tokenize_body(kind: EndpointKind, inbound: ParsedRequest) -> bytes | N
             thinking = {} if effort is None else {"enable_thinking": effort != "none"}
             members["chat_template_kwargs"] = to_json({**thinking, **cast("dict[str, object]", given or {}), **further})
     return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), value) for name, value in members.items())
+
+
+def _converted_body(kind: EndpointKind, document: Mapping[str, object]) -> bytes | None:
+    """Builds the body for a request that an engine makes a chat of."""
+    try:
+        chat = dict(as_chat(kind, document))
+        effort = chat.pop("reasoning_effort", None)
+        if effort is not None:
+            given = cast("dict[str, object]", chat.get("chat_template_kwargs") or {})
+            chat["chat_template_kwargs"] = {
+                "enable_thinking": effort != "none",
+                **given,
+                "reasoning_effort": effort,
+            }
+        return to_json(chat)
+    except (UnsupportedChatError, TypeError, ValueError):
+        return None
 
 
 def _is_long(field: MemberSpan | None) -> bool:

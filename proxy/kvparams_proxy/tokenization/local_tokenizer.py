@@ -11,10 +11,9 @@ from typing import Any, Final, cast
 from tokenizers import Tokenizer
 
 from kvparams_proxy.tokenization.chat_template import ChatTemplate
-from kvparams_proxy.tokenization.errors import TokenizerError
+from kvparams_proxy.tokenization.errors import TokenizerError, UnsupportedChatError
 from kvparams_proxy.tokenization.safe_split_points import SafeSplitPoints, may_split_between_words
 from kvparams_proxy.tokenization.segment_cache import SegmentCache
-from kvparams_proxy.tokenization.template_inputs import UnsupportedChatError
 from kvparams_proxy.tokenization.text_prefix_cache import EncodedText, TextPrefixCache
 
 __all__ = ["CACHE_BYTES", "LocalEncodingJob", "LocalTokenizer"]

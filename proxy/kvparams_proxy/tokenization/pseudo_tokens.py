@@ -17,6 +17,13 @@ BYTES_PER_TOKEN: Final = 4
 _LATE: Final = b'}] \t\r\n"'
 """What ends a prompt here, and goes on where the next turn's does."""
 
+_PROMPT: Final = ("prompt",)
+_MEMBERS: Final[Mapping[EndpointKind, tuple[str, ...]]] = {
+    "chat": ("tools", "messages"),
+    "messages": ("tools", "system", "messages"),
+    "responses": ("tools", "instructions", "input"),
+}
+"""Members that make up a prompt, in the order of most templates."""
 _TAIL: Final = 64
 MAX_PSEUDO_TOKENS: Final = 1 << 17
 """As many are made of one prompt."""
@@ -31,7 +38,7 @@ def pseudo_tokens(kind: EndpointKind, body: bytes, spans: Mapping[str, MemberSpa
 
     The same text written in another way (other escapes, other spaces) has others.
     """
-    names = ("tools", "messages") if kind == "chat" else ("prompt",)
+    names = _MEMBERS.get(kind, _PROMPT)
     view = memoryview(body)  # a copy of a long body takes milliseconds
     parts = [view[field.value : _end(body, field)] for name in names if (field := spans.get(name))]
     count = sum(map(len, parts)) // BYTES_PER_TOKEN

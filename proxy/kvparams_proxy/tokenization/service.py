@@ -18,6 +18,7 @@ from kvparams.jsontext.receivers import OPEN_OBJECT, TreeBuilder
 from kvparams.jsontext.scanner import UNLIMITED
 from kvparams_proxy.requests.endpoints import EndpointKind
 from kvparams_proxy.requests.intake import ParsedRequest
+from kvparams_proxy.tokenization.chat_conversion import as_chat
 from kvparams_proxy.tokenization.engine_tokenizer import EngineTokenizer, parse_tokenize_response
 from kvparams_proxy.tokenization.pseudo_tokens import pseudo_tokens
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
@@ -25,6 +26,8 @@ from kvparams_proxy.tokenization.worker import TokenizerWorker
 
 __all__ = ["EncodingJob", "RoutingTokens", "TokenIdSource", "TokenService", "Tokenizer", "TokenizersByModel"]
 
+_KINDS: Final[tuple[EndpointKind, ...]] = ("completions", "chat", "messages", "responses")
+"""Requests whose prompts are text."""
 _MOST_CHARS: Final = 4 << 20
 """Of a prompt: some million tokens. Longer ones go by bytes."""
 _AT_ONCE_CHARS: Final = 1024
@@ -121,7 +124,7 @@ class TokenService:
             self._tell(found, ids, TokenIdSource.CLIENT)
             return
         tokenizer = self._tokenizers.get(facts.model, self._tokenizers.get(None))
-        if tokenizer is None or kind not in ("completions", "chat") or facts.prompts != 1:
+        if tokenizer is None or kind not in _KINDS or facts.prompts != 1:
             found(None)
         elif tokenizer is TokenizationMethod.ENGINE:
             self._engines.request_tokens(kind, inbound, partial(self._asked, kind, inbound, found))
@@ -143,7 +146,7 @@ class TokenService:
         if not inbound.is_document_complete:
             self._in_thread(partial(_reread, tokenizer, kind, inbound.body), ended, weight)
             return
-        messages = document.get("messages")
+        messages = document.get("input" if kind == "responses" else "messages")
         many = isinstance(messages, list) and len(cast("list[object]", messages)) > _AT_ONCE_MESSAGES
         if many or weight > _AT_ONCE_BYTES:
             self._in_thread(partial(_whole, tokenizer, kind, document), ended, weight)
@@ -198,7 +201,9 @@ class TokenService:
 
 def _begun(tokenizer: Tokenizer, kind: EndpointKind, document: Mapping[str, object]) -> EncodingJob | None:
     try:
-        return (tokenizer.encode_chat if kind == "chat" else tokenizer.encode_completion)(document, _MOST_CHARS)
+        if kind == "completions":
+            return tokenizer.encode_completion(document, _MOST_CHARS)
+        return tokenizer.encode_chat(as_chat(kind, document), _MOST_CHARS)
     except Exception:  # noqa: BLE001  a template is a program, and what is put into it a stranger's: it may raise anything
         return None
 

@@ -10,15 +10,9 @@ from collections.abc import Collection, Mapping
 from typing import Final, cast
 
 from kvparams_proxy.tokenization.content_format import ContentFormat
+from kvparams_proxy.tokenization.errors import UnsupportedChatError
 
-__all__ = ["UnsupportedChatError", "template_messages", "template_variables"]
-
-
-class UnsupportedChatError(ValueError):
-    """The chat cannot be rendered here.
-
-    It has media, a template of the client's own, or a fault that is the engine's to name.
-    """
+__all__ = ["template_messages", "template_variables"]
 
 
 _TEXT_KEYS: Final = {

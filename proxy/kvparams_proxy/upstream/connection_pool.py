@@ -93,9 +93,10 @@ class UpstreamConnectionPool:
         size = len(body) if isinstance(body, bytes) else sum(map(len, body))
         return b"%bcontent-length: %d\r\n\r\n" % (prefix + headers, size), body
 
-    def get(self, path: bytes) -> UpstreamRequest:
-        """Builds a GET request."""
-        return b"GET %b HTTP/1.1\r\nhost: %b\r\naccept: */*\r\n%b\r\n" % (path, self._authority, self._own), b""
+    def get(self, path: bytes, headers: bytes = b"") -> UpstreamRequest:
+        """Builds a GET request. `headers` are as for `request`."""
+        lines = headers + self._own
+        return b"GET %b HTTP/1.1\r\nhost: %b\r\naccept: */*\r\n%b\r\n" % (path, self._authority, lines), b""
 
     def exchange(self, request: UpstreamRequest, sink: ResponseSink, *, once: bool = False) -> UpstreamExchange:
         """Sends `request` and delivers its answer to `sink`. `once`: see `UpstreamExchange`."""

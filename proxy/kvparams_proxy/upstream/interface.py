@@ -71,8 +71,8 @@ class Upstream(Protocol):
         """Builds a POST request for `exchange`. `headers` are whole lines, each ending in CRLF."""
         ...
 
-    def get(self, path: bytes) -> UpstreamRequest:
-        """Builds a GET request."""
+    def get(self, path: bytes, headers: bytes = b"") -> UpstreamRequest:
+        """Builds a GET request. `headers` are as for `request`."""
         ...
 
     def exchange(self, request: UpstreamRequest, sink: ResponseSink, *, once: bool = False) -> ExchangeHandle:

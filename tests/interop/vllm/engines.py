@@ -96,7 +96,8 @@ def by_its_name(folder: Path) -> dict[str, str]:
     (plugin / "entry_points.txt").write_text(
         "[vllm.general_plugins]\nkvparams_test = kvparams_connectors.engines.vllm.plugin:register\n"
     )
-    return {"PYTHONPATH": str(plugin.parent)}
+    paths = (str(plugin.parent), os.environ.get("PYTHONPATH"))
+    return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def child(store: str, extra: Mapping[str, object] | None = None) -> dict[str, object]:

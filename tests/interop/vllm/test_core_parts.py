@@ -111,10 +111,16 @@ def test_what_keys_depend_on_is_kept() -> None:
     assert (handoff.shared_params.isolation.cache_salt, handoff.shared_params.isolation.lora) == ("s", "l")
 
 
+def test_kv_that_another_connector_moves_makes_an_ordinary_request() -> None:
+    """Its pages are saved and found all the same, under the salt that its document names."""
+    handoff = _read({**_DOCUMENT, "mode": "pull", "isolation": {"cache_salt": "s"}})
+    assert (handoff.params, handoff.disabled_reason) == (None, None)
+    assert handoff.shared_params.isolation.cache_salt == "s"
+
+
 @pytest.mark.parametrize(
     ("change", "more", "words"),
     [
-        ({"mode": "pull"}, {}, "mode 'pull' is not supported"),
         ({"phase": "release"}, {}, "does not belong to a request for tokens"),
         ({"isolation": {"lora": "x"}}, {"lora": "y"}, "isolation.lora"),
         ({"isolation": {"lora": "x"}}, {}, "isolation.lora"),

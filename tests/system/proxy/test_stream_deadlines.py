@@ -132,7 +132,9 @@ async def test_a_stream_that_goes_on_may_take_longer_than_any_silence(scripted: 
 
 async def test_a_stream_of_responses_is_alive_with_any_event(scripted: Any, proxy: Any) -> None:
     """A tool may run for longer than the time-out: events tell of it that have no content."""
-    events = [b'event: x\ndata: {"type":"response.code_interpreter_call.interpreting"}\n\n'] * 6
+    name = b"response.code_interpreter_call.interpreting"
+    events = [b'event: %b\ndata: {"type":"%b"}\n\n' % (name, name)] * 6
+    events.append(b'event: response.completed\ndata: {"type":"response.completed","response":{"output":[]}}\n\n')
 
     async def script(body: bytes, reader: asyncio.StreamReader, writer: Writer) -> None:
         writer.write(SSE)

@@ -275,7 +275,7 @@ async def test_embeddings_are_the_same_for_the_same_text_and_say_how_long_it_was
 
 
 async def test_an_endpoint_that_is_not_here_says_so(client: httpx.AsyncClient, single: str) -> None:
-    response = await client.post(f"{single}/v1/responses", json={"input": "a"})
+    response = await client.post(f"{single}/v1/audio/speech", json={"input": "a"})
 
     assert response.status_code == 404
-    assert "/v1/responses" in response.json()["error"]["message"]
+    assert "/v1/audio/speech" in response.json()["error"]["message"]

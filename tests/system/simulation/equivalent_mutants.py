@@ -122,8 +122,8 @@ EQUIVALENT: dict[str, str] = {
     "request_handler:_LongBodyRead.client_gone: work.cancel()": f"{_LIMIT}bodies are too small to be read in steps; "
     "tests/system/proxy/requests/test_long_bodies.py holds it",
     "request_handler:_LongBodyRead._failed: self._downstream.drop()": _FAULT,
-    "request_handler:ASGIRequestHandler._answer: downstream.close()": _SERVER,
-    "request_handler:ASGIRequestHandler._answer: downstream.drop()": "only where the server cancels its tasks",
+    "asgi_request_handler:ASGIRequestHandler._answer: downstream.close()": _SERVER,
+    "asgi_request_handler:ASGIRequestHandler._answer: downstream.drop()": "only where the server cancels its tasks",
     "metrics:Metrics.retain_instances: del self._legs_of[id]": "only bounds the memory for names of instances that have left",
     "connection_pool:UpstreamConnectionPool._connect: self.put_back(connection)": "whoever gives up cancels the task",
     "downstream:ASGIDownstream.drop: self._writer.cancel()": "the timer of the connection ends it a minute later",

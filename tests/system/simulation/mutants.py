@@ -71,6 +71,7 @@ MODULES = (
     "kvparams_proxy.execution.client_response",
     "kvparams_proxy.execution.engine_addresses",
     "kvparams_proxy.execution.response_privacy",
+    "kvparams_proxy.server.asgi_request_handler",
     "kvparams_proxy.server.request_handler",
     "kvparams_proxy.fleet.member",
     "kvparams_proxy.fleet.pair_failures",

@@ -77,7 +77,7 @@ async def test_the_proxy_serves_without_it_and_names_it(stub: StubEngines, insta
         ("acme", "acme cannot be used: 'acme' (raises:DIALECT) cannot be loaded: built for another kvparams"),
         ("acme-words", "neither a Table nor a Dialect"),
         ("llm-d", "llm-d cannot be used: its messages can be translated, but no proxy routes with it yet"),
-        ("no-such", "must be one of content, mooncake, nixl, sglang, store, store-drop, store-meet\n"),
+        ("no-such", "must be one of content, legacy, mooncake, nixl, sglang, store, store-drop, store-meet\n"),
     ],
 )
 async def test_an_instance_that_declares_it_is_refused_in_words(

@@ -81,6 +81,8 @@ def read_request_params(
         fault = _fault(params, cache_salt, lora)
         if fault is not None:
             return RequestParams(None, None, f"kv_transfer_params: {fault}")
+        if params.mode != "store":
+            params = None  # another connector of this engine moves the KV: to the store it is an ordinary request
     if isolation is not None and "cache_salt" in isolation.model_fields_set:
         cache_salt = isolation.cache_salt
     shared = None
@@ -117,8 +119,6 @@ def _isolation(cache_salt: str | None, lora: str | None) -> dict[str, str]:
 
 def _fault(params: KVTransferParams, cache_salt: str | None, lora: str | None) -> str | None:
     isolation = params.isolation or Isolation()
-    if params.mode != "store":
-        return f"the mode {params.mode!r} is not supported; this connector moves KV through a store"
     if params.phase not in ("prefill", "decode"):
         return f"phase {params.phase!r} does not belong to a request for tokens"
     if isolation.lora is not None and isolation.lora != lora:

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
+from kvparams_proxy.execution.answer_forms import CHOICES_FORM
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.engine_response import LONG_RESPONSE_BYTES, EngineResponse
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
@@ -34,8 +35,8 @@ DECODE = {"id": "cmpl-1", "choices": [{"index": 0, "text": "x"}], "usage": {"pro
 
 
 def corrections(details: object) -> ResponseCorrector:
-    made = ResponseCorrector("req", EngineAddresses(["http://engine-7.example:8000"]), choices=True)
-    made.prompt_tokens_details = details
+    made = ResponseCorrector("req", EngineAddresses(["http://engine-7.example:8000"]), CHOICES_FORM)
+    made.cache_report = details
     return made
 
 
@@ -101,7 +102,7 @@ def test_a_long_answer_is_corrected_as_a_short_one_is(seed: int) -> None:
         return b"".join(made.correct_response(read))
 
     assert outcome(in_steps, details) == outcome(lambda made: made.correct_document(raw), details)
-    assert read.has_choice is EngineResponse(raw).has_choice
+    assert read.has_content is EngineResponse(raw).has_content
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_a_long_answer_is_corrected_as_a_short_one_is(seed: int) -> None:
 def test_what_cannot_be_used_is_refused_wherever_it_is_looked_at(raw: bytes) -> None:
     """Not JSON, more about KV than may be handed on, or too much to be taken out of it."""
     read = drained(EngineResponse(raw).parse_in_steps("req", EngineAddresses()))
-    assert not read.has_choice
+    assert not read.has_content
     with pytest.raises(JSONTextError):
         _ = read.document
     with pytest.raises(JSONTextError):

@@ -181,7 +181,8 @@ def test_an_address_in_the_clients_own_request_id_is_the_clients() -> None:
     [
         (KV, {"kv_transfer_params": None}),
         ({"kv_transfer_params": None}, {"kv_transfer_params": None}),
-        ({"ec_transfer_params": None}, {}),
+        ({"ec_transfer_params": None}, {"ec_transfer_params": None}),
+        ({"ec_transfer_params": {"peer_host": "x"}}, {}),
         (TRT, {}),
         ({"remote_host": "x"}, {}),
         ({"system_fingerprint": "vllm-0.32.0-tp4+1a2b"}, {"system_fingerprint": "vllm-0.32.0-tp4+1a2b"}),

@@ -17,8 +17,9 @@ from kvparams_proxy.event_loop.step_runner import StepRunner, StepTask
 from kvparams_proxy.execution.stream_resumption import is_resumable
 from kvparams_proxy.requests import intake
 from kvparams_proxy.requests.authentication import AuthenticatedClient, tenant_cache_salt
-from kvparams_proxy.requests.endpoints import EndpointKind, one_token_changes
+from kvparams_proxy.requests.endpoints import EndpointKind
 from kvparams_proxy.requests.intake import ParsedRequest, parse_request_in_steps
+from kvparams_proxy.requests.one_token_changes import one_token_changes
 from kvparams_proxy.tokenization.engine_tokenizer import build_tokenize_body
 from tests.support.proxy.fixtures import JSON, Proxy, answer
 from tests.support.proxy.metrics import metric_becomes

@@ -177,8 +177,17 @@ async def test_an_answer_that_would_not_be_json_is_refused_by_name(stub: StubEng
     assert before == 0
 
 
-async def test_what_keeps_no_tenants_apart_is_not_served(stubbed: Any) -> None:
-    got = await stubbed.client.post("/v1/messages", json=CHAT)
+async def test_a_path_that_is_not_served_is_named(stubbed: Any) -> None:
+    got = await stubbed.client.post("/v1/messages/batches", json=CHAT)
     assert got.status_code == 404
-    assert "/v1/messages is not served here" in got.json()["error"]["message"]
+    assert "/v1/messages/batches is not served here" in got.json()["error"]["message"]
+    assert got.headers["x-request-id"]
+
+
+async def test_errors_of_messages_have_the_form_of_anthropic(stubbed: Any) -> None:
+    got = await stubbed.client.post("/v1/messages", json={"model": "stub", "messages": CHAT["messages"]})
+    assert got.status_code == 400
+    assert got.json()["type"] == "error"
+    assert got.json()["error"]["type"] == "invalid_request_error"
+    assert "max_tokens" in got.json()["error"]["message"]
     assert got.headers["x-request-id"]

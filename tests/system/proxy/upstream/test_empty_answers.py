@@ -137,6 +137,6 @@ async def test_empty_events_without_end_are_bounded(scripted: Any, proxy: Any) -
 async def test_other_endpoints_answer_in_their_own_shape(scripted: Any, proxy: Any) -> None:
     prefill, decode = await scripted(sending(whole(b"{}"))), await scripted(sending(whole(b"{}")))
     running = await proxy([prefill.url], [decode.url], retries=0)
-    for path in ("/v1/embeddings", "/v1/responses"):
+    for path in ("/v1/embeddings", "/v1/messages/count_tokens"):
         got = await running.client.post(path, json={"model": "stub", "input": "x"})
         assert (got.status_code, got.content) == (200, b"{}")

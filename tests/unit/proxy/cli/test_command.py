@@ -143,7 +143,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
     for place in (
         *("--prefill number 1: [NAME=]URL must be http", "--decode number 1", "--decode number 2"),
         *(
-            "--connector: must be one of content, mooncake, nixl",
+            "--connector: must be one of content, legacy, mooncake, nixl",
             "--policy: must be one of cache_aware",
             "--port: must be a port",
         ),

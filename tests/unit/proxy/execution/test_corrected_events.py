@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvparams_proxy.event_loop.clock import MonotonicClock
+from kvparams_proxy.execution.answer_forms import CHOICES_FORM
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
 from kvparams_proxy.execution.stream_relay import StreamRelay
@@ -74,8 +75,8 @@ def event(rng: random.Random, number: int) -> bytes:
 
 def relayed(reads: list[bytes]) -> bytes:
     client, owner = Client(), Owner()
-    corrections = ResponseCorrector("r", EngineAddresses(), choices=True)
-    corrections.prompt_tokens_details = {"cached_tokens": 3}
+    corrections = ResponseCorrector("r", EngineAddresses(), CHOICES_FORM)
+    corrections.cache_report = {"cached_tokens": 3}
     relay = StreamRelay(client, b"", corrections, 1 << 20, owner, MonotonicClock(time.monotonic), COMPLETIONS)
     relay.on_head(ResponseHead(200, b"text/event-stream"))
     for read in reads:

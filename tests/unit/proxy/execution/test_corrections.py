@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.errors import JSONTextError
+from kvparams_proxy.execution.answer_forms import CHOICES_FORM
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.engine_response import EngineResponse
-from kvparams_proxy.execution.response_corrector import ResponseCorrector, prompt_tokens_details
+from kvparams_proxy.execution.response_corrector import ResponseCorrector
 from kvparams_proxy.execution.sse import complete_events_end
 from kvparams_proxy.upstream.types import UpstreamError
 
@@ -27,7 +28,7 @@ EVENTS = [
 
 def correcting(details: object) -> ResponseCorrector:
     made = ResponseCorrector("r", EngineAddresses())
-    made.prompt_tokens_details = details
+    made.cache_report = details
     return made
 
 
@@ -88,10 +89,13 @@ def test_how_events_are_cut_by_the_network_makes_no_difference(events: list[byte
 
 
 def test_details_are_read_where_they_are() -> None:
-    assert prompt_tokens_details({"usage": {"prompt_tokens_details": {"cached_tokens": 1}}}) == {"cached_tokens": 1}
+    made = correcting(None)
+    made.learn_prefill_usage({"usage": {"prompt_tokens_details": {"cached_tokens": 1}}})
+    assert made.cache_report == {"cached_tokens": 1}
     silent: list[dict[str, object]] = [{}, {"usage": None}, {"usage": {}}, {"usage": 7}]
     for answer in silent:
-        assert prompt_tokens_details(answer) is None
+        made.learn_prefill_usage(answer)
+        assert made.cache_report is None
 
 
 @pytest.mark.parametrize(
@@ -120,9 +124,9 @@ def test_an_address_in_a_later_event_is_taken_out_too(member: str) -> None:
     ],
 )
 def test_an_answer_is_what_whole_lets_through(raw: bytes, wanted: bool) -> None:
-    assert EngineResponse(raw).has_choice is wanted
+    assert EngineResponse(raw).has_content is wanted
     try:
-        ResponseCorrector("r", EngineAddresses(), choices=True).correct_document(raw)
+        ResponseCorrector("r", EngineAddresses(), CHOICES_FORM).correct_document(raw)
     except (JSONTextError, UpstreamError):
         assert not wanted
     else:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvparams_proxy.execution.answer_forms import CHOICES_FORM
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
 from kvparams_proxy.execution.sse import MAX_EVENTS_PER_TURN
@@ -13,7 +14,7 @@ PLAIN = b'data: {"choices":[{"index":0,"text":"x"}]}\n\n'
 
 
 def test_events_that_must_be_examined_are_as_many_as_a_turn_allows() -> None:
-    corrections = ResponseCorrector("r", EngineAddresses(), choices=True)
+    corrections = ResponseCorrector("r", EngineAddresses(), CHOICES_FORM)
     most = EXAMINED * (MAX_EVENTS_PER_TURN // 2)
     for _ in range(3):  # each read has its own allowance
         assert corrections.correct_events(most) == most

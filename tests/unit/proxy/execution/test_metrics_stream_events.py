@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kvparams.instances import Role
 from kvparams_proxy.event_loop.clock import MonotonicClock
+from kvparams_proxy.execution.answer_forms import CHOICES_FORM, OTHER_FORM
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
 from kvparams_proxy.execution.stream_relay import StreamRelay
@@ -62,7 +63,7 @@ class Owner:
 
 def relayed(parts: Sequence[bytes], *, choices: bool = True) -> tuple[Owner, bytes]:
     client, owner = Client(), Owner()
-    corrections = ResponseCorrector("r", EngineAddresses(), choices=choices)
+    corrections = ResponseCorrector("r", EngineAddresses(), CHOICES_FORM if choices else OTHER_FORM)
     relay = StreamRelay(
         client, b"", corrections, 1 << 20, owner, MonotonicClock(time.monotonic), COMPLETIONS if choices else RESPONSES
     )

@@ -3,6 +3,7 @@
 import pytest
 
 from kvparams_proxy.event_loop.clock import MonotonicClock
+from kvparams_proxy.execution.answer_forms import CHOICES_FORM
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
 from kvparams_proxy.execution.stream_relay import StreamRelay
@@ -28,7 +29,7 @@ class Stream:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.owner = Owner()
-        corrections = ResponseCorrector("r", EngineAddresses(), choices=True)
+        corrections = ResponseCorrector("r", EngineAddresses(), CHOICES_FORM)
         self.relay = StreamRelay(
             Client(), b"", corrections, 1 << 20, self.owner, MonotonicClock(lambda: self.now_s), COMPLETIONS
         )

@@ -14,6 +14,7 @@ import pytest
 from kvparams.errors import JSONTextError
 from kvparams.instances import Role
 from kvparams_proxy.event_loop.clock import MonotonicClock
+from kvparams_proxy.execution.answer_forms import CHOICES_FORM, OTHER_FORM
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
 from kvparams_proxy.execution.stream_continuation import StreamRecorder
@@ -56,7 +57,9 @@ class Stream:
 
     def __init__(self, *, choices: bool = True, recorder: StreamRecorder | None = None, begun: bool = True) -> None:
         self.client, self.owner = Client(), Listener()
-        corrections = self.corrections = ResponseCorrector("r", EngineAddresses(), choices=choices)
+        corrections = self.corrections = ResponseCorrector(
+            "r", EngineAddresses(), CHOICES_FORM if choices else OTHER_FORM
+        )
         clock = MonotonicClock(time.monotonic)
         self.relay = StreamRelay(
             self.client, b"", corrections, 64 << 20, self.owner, clock, COMPLETIONS if choices else RESPONSES, recorder
@@ -344,7 +347,7 @@ def test_a_full_read_of_events_that_engines_write_is_corrected(name: str, record
     longest_s: list[float] = []
     for _ in range(TRIES):
         stream = Stream(recorder=StreamRecorder(chat=True, keep_ids=False, count=False) if recorded else None)
-        stream.corrections.prompt_tokens_details = {"cached_tokens": 3}
+        stream.corrections.cache_report = {"cached_tokens": 3}
         stream.feed([one * number] * 8)
         got = stream.client.got[len(FIRST) :].split(b"\n\n")[:-1]
         assert len(got) == 8 * number
@@ -376,7 +379,7 @@ def test_a_read_full_of_events_that_must_be_changed_does_not_hold_the_loop(name:
     for _ in range(TRIES):
         recorder = StreamRecorder(chat=False, keep_ids=False, count=False) if recorded else None
         stream = Stream(recorder=recorder, begun=False)
-        stream.corrections.prompt_tokens_details = None
+        stream.corrections.cache_report = None
         with suppress(UpstreamError):
             stream.feed([one * (READ_BYTES // len(one))] * 8)
         assert b"127.0.0.1" not in stream.client.got

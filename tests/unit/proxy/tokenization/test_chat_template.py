@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 
 from kvparams_proxy.tokenization.chat_template import ChatTemplate, RenderLimitError
-from kvparams_proxy.tokenization.template_inputs import UnsupportedChatError, template_messages
+from kvparams_proxy.tokenization.errors import UnsupportedChatError
+from kvparams_proxy.tokenization.template_inputs import template_messages
 from tests.support.proxy.made_tokenizers import CHATML, LLAMA3, MISTRAL
 
 SPECIALS = {"bos_token": "<s>", "eos_token": "</s>"}
