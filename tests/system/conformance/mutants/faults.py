@@ -72,14 +72,15 @@ def copy_with_fault(mutant: Mutant, sources: Iterable[Path], target: Path) -> No
 
 def run_profile(profile: str, command: str, folder: Path) -> list[CheckResult]:
     """Returns the verdicts of all checks of a profile on a proxy."""
-    under = Under(carrier_of(profile), command=command, keys=write_signing_keys(folder / "signing-keys.json"))
+    keys = write_signing_keys(folder / "signing-keys.json")
+    under = Under(carrier_of(profile), command=command, keys=keys, start_s=60.0)  # nothing of a mutant is compiled yet
     checks = select_checks(proxy_checks(), (profile,), ())
     return asyncio.run(run_proxy_checks(checks, under))
 
 
 def caught_by(results: Iterable[CheckResult]) -> list[str]:
-    """Returns the checks that a program does not pass."""
-    return [result.check.id for result in results if result.verdict not in ("pass", "skip")]
+    """Returns the checks that a program does not pass; one that could not be judged has caught nothing."""
+    return [result.check.id for result in results if result.verdict in ("fail", "choice")]
 
 
 def judge(mutant: Mutant, caught: list[str]) -> str:
