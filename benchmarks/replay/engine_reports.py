@@ -86,7 +86,7 @@ class _MetricsUpstream:
     def request(self, path: bytes, headers: bytes, body: UpstreamBody) -> UpstreamRequest:
         raise NotImplementedError
 
-    def get(self, path: bytes) -> UpstreamRequest:
+    def get(self, path: bytes, headers: bytes = b"") -> UpstreamRequest:
         return path, (b"",)
 
     def exchange(self, request: UpstreamRequest, sink: ResponseSink, *, once: bool = False) -> "_Exchange":

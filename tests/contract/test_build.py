@@ -90,7 +90,8 @@ def test_a_release_is_complete_and_can_be_repeated(tmp_path: Path) -> None:
     first, second = digests(dist), digests(again)
     assert len(second) == 2
     assert second.items() <= first.items()
-    sums = dict(reversed(line.split()) for line in (dist / "SHA256SUMS").read_text().splitlines())
+    pairs = [line.split() for line in (dist / "SHA256SUMS").read_text().splitlines()]
+    sums = {name: digest for digest, name in pairs}
     assert sums == {name: digest for name, digest in first.items() if name != "SHA256SUMS"}
     bill = json.loads((dist / "kvparams.cdx.json").read_text())
     listed = {each["name"]: each["version"] for each in bill["components"]}
