@@ -7,6 +7,7 @@ so all workers and all proxies of a site can. A tenant finds no response of anot
 
 from collections.abc import Iterable
 from hashlib import blake2s
+from hmac import compare_digest
 from itertools import count
 from secrets import token_bytes, token_hex
 from typing import Final
@@ -42,8 +43,10 @@ class ResponseIds:
         """Returns the instance that has made this response for this tenant, or None if none of these has."""
         if len(response_id) != _ID_CHARS or not response_id.startswith(_PREFIX):
             return None
+        if not response_id.isascii():
+            return None
         unique, tag = response_id[:_TAG_AT], response_id[_TAG_AT:]
-        return next((each for each in instances if self._tag(unique, tenant, each.id) == tag), None)
+        return next((each for each in instances if compare_digest(self._tag(unique, tenant, each.id), tag)), None)
 
     def _tag(self, unique: str, tenant: str, instance_id: str) -> str:
         """Returns the digest. Two lengths are known and stand first, so no two sets of parts are the same text."""
