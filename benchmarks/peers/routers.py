@@ -95,6 +95,7 @@ def _ours(name: str, engines: Engines, legs: Legs, options: Sequence[str], heade
     (port,) = free_ports(1)
     connector = "nixl" if legs == "nixl" else "sglang"
     command = (_beside("kvparams"), "proxy", "--port", str(port), *engines.urls, "--connector", connector, *options)
+    command += ("--startup-check", "off")  # engines count requests, which are compared with what was sent
     return Router(name, port, command, (f"{_url(port)}/health",), legs, header)
 
 

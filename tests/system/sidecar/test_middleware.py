@@ -89,7 +89,7 @@ async def test_clients_get_both_legs_and_other_proxies_one(start: StartMixin) ->
 async def test_what_is_not_for_clients_is_refused_in_words(start: StartMixin, key: Secret | None) -> None:
     app = Recorded()
     client = await start(app, key=key, passed=("/v1/audio/",))
-    for path in ("/v1/kvparams", "/v1/messages", "/sleep"):
+    for path in ("/v1/kvparams", "/v1/load_lora_adapter", "/sleep"):
         got = await client.post(path, json={}, headers=SHOWN if key is None else {})
         assert got.status_code == 404
         assert got.json()["error"]["message"] == f"POST {path} is not for clients here"

@@ -41,6 +41,7 @@ MODULES = (
     "kvparams.routing.managers.prefill_then_decode",
     "kvparams.routing.retries",
     "kvparams_proxy.server.lifespan",
+    "kvparams_proxy.server.lifespan_helpers",
     "kvparams_proxy.fleet.failure_attribution",
     "kvparams_proxy.fleet.breakers",
     "kvparams_proxy.upstream.connection",

@@ -71,6 +71,7 @@ STEPS = (
         "RecordDispatcher",
         "EngineTokenizer",
         "TokenService",
+        "open_event_consumer",
         "MemoryTrimmer",
         "BodyBudget",
         "KVReleaser",
@@ -85,14 +86,23 @@ STEPS = (
         "ExchangeGauges",
     ),
     *("InstanceGauges", "ProductionStackGauges"),
-    *("MetricsExposition", "LoopLag", "StepRunner", "TurnBatcher", "RetryBudget", "Tracer", "ExecutionResources"),
+    *(
+        "MetricsExposition",
+        "LoopLag",
+        "StepRunner",
+        "TurnBatcher",
+        "RetryBudget",
+        "response_ids",
+        "Tracer",
+        "ExecutionResources",
+    ),
     *("EndpointNames", "make_prefill_partners", "open_decode_picker"),
     *("RequestHandler", "SharedAdmin", "run_providers", "BootstrapServers", "Prober"),
-    *("run_startup_check", "DrainState"),
+    *("run_startup_check", "DrainState", "open_live_page"),
 )
 """What the start makes, in this order; each fails in turn."""
-LATER = {"UnusedEventsLogger", "UpstreamConnectionPool"}
-"""What is made for other settings, or when an engine joins; both hold nothing at the start."""
+LATER = {"UpstreamConnectionPool"}
+"""What is made when an engine joins; it holds nothing at the start."""
 
 HELPERS = {"id_maker", "reload_on_change", "role_alone"}
 """What opens nothing."""
@@ -183,6 +193,7 @@ def settings(engine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Se
     return Settings(
         (prefill, decode),
         startup_check=True,
+        viewer_token=Secret("viewer"),
         policy="cache_aware",
         tokenizers={None: TokenizationMethod.BYTES},
         trace=1.0,

@@ -28,7 +28,7 @@ def refused(*argv: str, capsys: pytest.CaptureFixture[str]) -> str:
     [
         ((), "kvparams: give a command; kvparams --help lists them"),
         (("prxy",), "kvparams: no command prxy; did you mean proxy? see kvparams --help"),
-        (("run",), "kvparams: no command run; the commands are doctor, explain, "),
+        (("run",), "kvparams: no command run; the commands are conformance, doctor, explain, "),
         (("--verson",), "kvparams: no option --verson; did you mean --version? see kvparams --help"),
         (("keys", "creat", "f"), "kvparams keys: no command creat; did you mean create? see kvparams keys --help"),
         (("keys",), "kvparams keys: missing: ACTION; see kvparams keys --help"),

@@ -359,7 +359,7 @@ def test_engines_whose_connector_saves_share_a_store_unless_they_say_otherwise()
     )
     entries = parse_fleet_document(text, rules).entries
     assert [entry.make_instance().store for entry in entries] == ["store", "other", None, None, "other"]
-    assert default_spec_rules().store_connectors == {"content", "store", "store-drop"}
+    assert default_spec_rules().store_connectors == {"content", "legacy", "store", "store-drop"}
 
 
 def test_the_common_key_is_not_for_who_has_one_of_its_own() -> None:
