@@ -54,7 +54,9 @@ class Asked:
 
 
 def logged(output: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    """Returns the lines about requests; the proxy's own log is among them."""
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    return [line for line in lines if "outcome" in line]
 
 
 async def refused(port: int) -> bool:
