@@ -202,6 +202,7 @@ class Processes:
         port = port or free_port()
         command = [*proxy_command(prefill, decode, connector), "--port", str(port)]
         command += ["--expose-route", "--probe", "1"]  # engines that start beside it are seen within a second
+        command += ["--startup-check", "off"]  # who counts what engines compute counts only what clients ask
         return self.start("proxy", *command, *more, port=port)
 
     def wait_ready(self, *servers: Server, within_s: float = 60.0) -> None:
