@@ -19,6 +19,7 @@ _Object = Mapping[str, object]
 _BILLING: Final = "x-anthropic-billing-header"
 """The beginning of system text that vLLM leaves out."""
 _UNFINISHED: Final = ("in_progress", "incomplete")
+_TEXTS: Final = ("text", "input_text", "output_text")
 _CALLS: Final = ("function_call_output", "custom_tool_call_output")
 
 
@@ -150,7 +151,9 @@ def _add_item(item: _Object, messages: list[dict[str, object]]) -> None:
         content = item.get("content")
         said = {"content": content if isinstance(content, str) else _first_text(content)}
     elif isinstance(item.get("role"), str):
-        messages.append({name: value for name, value in item.items() if name in ("role", "content", "name")})
+        said = {name: value for name, value in item.items() if name in ("role", "name")}
+        content = item.get("content")
+        messages.append({**said, "content": _text_parts(content) if isinstance(content, list) else content})
         return
     else:
         raise UnsupportedChatError("an item that is not text")
@@ -188,6 +191,14 @@ def _function(tool: _Object, parameters: str) -> dict[str, object]:
 
 def _call(id: object, name: object, arguments: object) -> dict[str, object]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _text_parts(parts: object) -> list[dict[str, object]]:
+    """Returns parts of text under the name that they have in a chat: `/tokenize` refuses that of responses."""
+    found = _objects(parts)
+    if any(part.get("type") not in _TEXTS for part in found):
+        raise UnsupportedChatError("a part that is not text")
+    return [{"type": "text", "text": _text(part)} for part in found]
 
 
 def _first_text(parts: object) -> str:

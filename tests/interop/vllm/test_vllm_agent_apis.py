@@ -224,6 +224,7 @@ def test_prompts_are_routed_by_as_many_tokens_as_the_engine_computes(alone: Serv
             assert parsed is not None
             asked = build_tokenize_body(kind, parsed)
             answer = client.post(f"{alone.url}/tokenize", content=asked, headers={"content-type": "application/json"})
+            assert answer.status_code == 200, (asked, answer.text)
             assert answer.json()["count"] == _prompt_counts(told)[0], answer.text
 
 

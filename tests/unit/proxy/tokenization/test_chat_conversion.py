@@ -92,6 +92,14 @@ def test_responses_with_items_of_one_turn() -> None:
     assert as_chat("responses", {"input": "Hi"}) == {"messages": [{"role": "user", "content": "Hi"}]}
 
 
+def test_parts_of_text_have_the_name_that_they_have_in_a_chat() -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b"}]
+    found = as_chat("responses", {"input": [{"type": "message", "role": "user", "content": parts}]})
+    assert found["messages"] == [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
+    ]
+
+
 def test_a_chat_is_one_already() -> None:
     document: dict[str, object] = {"messages": [{"role": "user", "content": "Hi"}]}
     assert as_chat("chat", document) is document
@@ -104,6 +112,7 @@ NOT_TEXT: list[tuple[EndpointKind, dict[str, Any]]] = [
     ("messages", {"messages": ["Hi"]}),
     ("responses", {"input": [{"type": "item_reference", "id": "i"}]}),
     ("responses", {"input": [{"type": "reasoning", "encrypted_content": "x"}]}),
+    ("responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "u"}]}]}),
     ("responses", {"input": 7}),
 ]
 
