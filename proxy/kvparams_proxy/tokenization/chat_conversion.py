@@ -153,7 +153,9 @@ def _add_item(item: _Object, messages: list[dict[str, object]]) -> None:
     elif isinstance(item.get("role"), str):
         said = {name: value for name, value in item.items() if name in ("role", "name")}
         content = item.get("content")
-        messages.append({**said, "content": _text_parts(content) if isinstance(content, list) else content})
+        messages.append(
+            {**said, "content": _text_parts(cast("list[object]", content)) if isinstance(content, list) else content}
+        )
         return
     else:
         raise UnsupportedChatError("an item that is not text")
