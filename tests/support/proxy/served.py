@@ -57,7 +57,7 @@ async def serving(
     """Starts it; `files` is how many it may have open. Without `direct`, every answer goes through ASGI."""
     engines = [f"--{engine.role}={engine.url}" for engine in stub.engines]
     module = ("kvparams", "proxy") if direct else ("tests.support.proxy.plain_asgi",)
-    command: Sequence[str] = (sys.executable, "-m", *module, *engines, "--port", "0", *flags)
+    command: Sequence[str] = (sys.executable, "-m", *module, *engines, "--port", "0", "--startup-check", "off", *flags)
     if files is not None:
         command = ("prlimit", f"--nofile={files}:{files}", *command)
     process = await asyncio.create_subprocess_exec(

@@ -27,7 +27,7 @@ LANES: Final = 24
 """Cases at a time."""
 FLAGS: Final = (
     *("--prefill-timeout", "1.5", "--decode-timeout", "1.5", "--client-timeout", "3"),
-    *("--retries", "1", "--probe", "1", "--log-requests", "off", "--connector", "nixl"),
+    *("--retries", "1", "--probe", "1", "--log-requests", "off", "--connector", "nixl", "--startup-check", "off"),
 )
 """Of the proxy: time-outs that cases hit, and one more attempt."""
 SERVED: Final = (sys.executable, str(Path(__file__).with_name("served.py")))
