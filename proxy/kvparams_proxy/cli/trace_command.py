@@ -26,7 +26,7 @@ Example, with the X-Request-Id of an answer (the request log has it, too):
   kvparams trace 6e2185772825ef4805870039-4 http://127.0.0.1:8100 --admin-token-file token
 
 ID may also be a trace id or the id of a transfer. The proxy must have an admin API (--admin-token-file); it remembers
-the last 1024 requests that have ended, and with several workers that many for each. Several proxies are asked one by
+the last 512 requests that have ended, and with several workers that many for each. Several proxies are asked one by
 one: each knows its own requests.
 """
 _WIDTH: Final = 48

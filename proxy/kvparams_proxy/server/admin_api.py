@@ -42,7 +42,7 @@ from kvparams_proxy.server.admin_operations import ADMIN_OPERATIONS
 from kvparams_proxy.server.route_explanation import explain_route
 from kvparams_proxy.server.shared_admin import ADMIN_SOURCE, SharedAdmin, admin_specs, checked_spec, spec_document
 from kvparams_proxy.telemetry.proxy_gauges import leases_by_instance
-from kvparams_proxy.telemetry.request_history import RequestHistory
+from kvparams_proxy.telemetry.recent_requests import RecentRequests
 from kvparams_proxy.workers.worker_link import WorkerLink
 
 __all__ = ["ADMIN_SOURCE", "WORKER_HEADER", "admin_routes"]
@@ -304,15 +304,15 @@ async def _explain(registry: Registry, request: Request) -> Response:
 
 
 async def _request(registry: Registry, request: Request) -> Response:
-    history: RequestHistory = request.state.history
+    requests: RecentRequests = request.state.recent_requests
     worker: WorkerLink | None = request.state.worker
     # Each worker knows its own requests: whoever does not find one asks another.
     headers = {} if worker is None else {WORKER_HEADER: f"{worker.identity.number}/{worker.identity.count}"}
     resources: ExecutionResources = request.state.resources
     resources.record_dispatcher.flush()
-    found = history.find(cast("str", request.path_params["id"]))
+    found = requests.find(cast("str", request.path_params["id"]))
     if found is None:
-        message = "no request with this id is among the last 1024 that ended here"
+        message = "no request with this id is among the last 512 that ended here, or the last that failed or were slow"
         error = ProxyError(404, "not_found_error", message, param="id", code="unknown_request")
         return Response(error.body(), 404, headers, "application/json")
     return _answer(describe_request(found), 200, headers)

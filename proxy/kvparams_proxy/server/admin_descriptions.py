@@ -16,7 +16,7 @@ from kvparams_proxy.server.admin_answers import (
     SourceAnswer,
 )
 from kvparams_proxy.server.admin_operations import ADMIN_OPERATIONS
-from kvparams_proxy.telemetry.request_history import HistoryEntry
+from kvparams_proxy.telemetry.recent_requests import EndedRequest
 
 __all__ = ["describe_fleet", "describe_instance", "describe_request"]
 
@@ -73,7 +73,7 @@ def describe_instance(registry: Registry, member: Member, leases: Mapping[str, i
     )
 
 
-def describe_request(request: HistoryEntry) -> RequestAnswer:
+def describe_request(request: EndedRequest) -> RequestAnswer:
     """Returns the description of a request that has ended."""
     spans = request.spans
     began_s, ended_s = spans[0][2], spans[-1][2]
@@ -92,7 +92,7 @@ def describe_request(request: HistoryEntry) -> RequestAnswer:
         tenant=request.tenant[:_WORD],
         model=request.model and request.model[:_WORD],
         endpoint=request.endpoint,
-        stream=request.stream,
+        stream=bool(request.stream),
         outcome=request.outcome,
         status=request.status,
         error=request.code,
@@ -104,5 +104,5 @@ def describe_request(request: HistoryEntry) -> RequestAnswer:
         completion_tokens=request.completion_tokens,
         retries=request.retries,
         answer_bytes=request.answer_bytes,
-        trace_id=None if request.trace_id is None else f"{request.trace_id:032x}",
+        trace_id=request.trace_id,
     )

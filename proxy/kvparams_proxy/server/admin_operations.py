@@ -144,7 +144,7 @@ ADMIN_OPERATIONS: Final = (
         "get_request",
         "GET",
         "/admin/requests/{id}",
-        "One of the last 1024 requests that ended: when each of its states began; by request, transfer or trace id",
+        "One of the last 512 requests that ended: when each of its states began; by request, transfer or trace id",
         RequestAnswer,
         errors=(404,),
     ),

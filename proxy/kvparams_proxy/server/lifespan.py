@@ -63,8 +63,8 @@ from kvparams_proxy.telemetry.prefix_cache_gauges import PrefixCacheGauges
 from kvparams_proxy.telemetry.production_stack_gauges import ProductionStackGauges
 from kvparams_proxy.telemetry.prompt_gauges import PromptGauges
 from kvparams_proxy.telemetry.proxy_gauges import InstanceGauges, ProxyGauges
+from kvparams_proxy.telemetry.recent_requests import RecentRequests
 from kvparams_proxy.telemetry.record_dispatcher import RecordDispatcher
-from kvparams_proxy.telemetry.request_history import RequestHistory
 from kvparams_proxy.telemetry.request_log import RequestLog
 from kvparams_proxy.telemetry.tracing import Tracer
 from kvparams_proxy.tokenization.engine_tokenizer import EngineTokenizer
@@ -90,7 +90,8 @@ class _Telemetry(NamedTuple):
 
     metrics: Metrics
     request_log: RequestLog | None
-    history: RequestHistory
+    recent_requests: RecentRequests | None
+    """None where nobody has a token to look at them."""
     record_dispatcher: RecordDispatcher
 
 
@@ -158,10 +159,18 @@ async def app_lifespan(
             "worker": worker,
             "keys": plugins.keys,
             "draining": DrainState(),
-            "history": parts.telemetry.history,
+            "recent_requests": parts.telemetry.recent_requests,
             "sync": parts.sync,
             "shared_admin": shared_admin,
-            "ui": open_live_page(stack, resources, plugins.modes, parts.sync, parts.queue_depths, worker),
+            "ui": open_live_page(
+                stack,
+                resources,
+                plugins.modes,
+                parts.telemetry.recent_requests,
+                parts.sync,
+                parts.queue_depths,
+                worker,
+            ),
             DIRECT_ENDPOINTS_KEY: {path.encode(): endpoint for path, endpoint in generate.items()},
         }
 
@@ -271,7 +280,8 @@ def _open_telemetry(
     worker: WorkerIdentity | None,
 ) -> _Telemetry:
     """Opens what reads the records of requests, and the dispatcher that brings them there."""
-    metrics, history = Metrics(), RequestHistory()
+    metrics = Metrics()
+    recent = None if settings.admin_token is None and settings.viewer_token is None else RecentRequests()
     spans = plugins.make_span_exporter()
     if spans is not None:
         stack.push_async_callback(spans.close)
@@ -279,10 +289,10 @@ def _open_telemetry(
     journal = None if settings.log_requests == "off" else RequestLog(loop, settings.log_requests, lock)
     if journal is not None:
         stack.callback(journal.close)
-    readers = (metrics, journal, spans, None if settings.admin_token is None else history)
-    dispatcher = RecordDispatcher(loop, [reader for reader in readers if reader is not None])
+    readers = [reader for reader in (metrics, journal, spans, recent) if reader is not None]
+    dispatcher = RecordDispatcher(loop, readers)
     stack.callback(dispatcher.close)
-    return _Telemetry(metrics, journal, history, dispatcher)
+    return _Telemetry(metrics, journal, recent, dispatcher)
 
 
 def _execution_resources(

@@ -26,13 +26,9 @@ class RecordDispatcher:
     def __init__(self, loop: asyncio.AbstractEventLoop, readers: Sequence[RecordReader]) -> None:
         """`loop`: whose thread calls everything here."""
         self._loop = loop
-        self._readers = list(readers)
+        self._readers = readers
         self._accounts: list[RequestRecord] = []
         self._timer: asyncio.TimerHandle | None = None
-
-    def add_reader(self, reader: RecordReader) -> None:
-        """Adds a reader, which hears of what ends from now on."""
-        self._readers.append(reader)
 
     def ended(self, account: RequestRecord) -> None:
         """Takes the record of an ended request; its readers hear of it within a tenth of a second."""

@@ -10,7 +10,7 @@ from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.queue_depth_reader import QueueDepthReader
-from kvparams_proxy.ui.recent_requests import RecentRequests
+from kvparams_proxy.telemetry.recent_requests import RecentRequests
 from kvparams_proxy.ui.snapshot_feed import SnapshotFeed
 from kvparams_proxy.ui.worker_facts import WorkerSources, collect_part
 from kvparams_proxy.ui.worker_part import WorkerPart
@@ -28,6 +28,7 @@ def open_live_page(
     stack: AsyncExitStack,
     resources: ExecutionResources,
     modes: ActiveModes,
+    requests: RecentRequests | None,
     sync: FleetSync | None,
     depths: QueueDepthReader,
     worker: WorkerLink | None,
@@ -38,17 +39,16 @@ def open_live_page(
         stack: closes it.
         resources: what executions share.
         modes: the active modes.
+        requests: the last ones that have ended; None where there is no token, and so nobody who may look.
         sync: tells other proxies, where there are any.
         depths: reads how full engines' caches are while somebody looks.
         worker: connects this process to its supervisor, where it is one of several workers.
 
     Returns:
-        None where there is no token, and so nobody who may look.
+        None where nobody may look.
     """
-    if resources.settings.admin_token is None and resources.settings.viewer_token is None:
+    if requests is None:
         return None
-    requests = RecentRequests()
-    resources.record_dispatcher.add_reader(requests)
     number = 0 if worker is None else worker.identity.number
     feed = _open_feed(WorkerSources(resources, modes, requests, sync, number), depths, worker)
     stack.push_async_callback(feed.close)

@@ -7,8 +7,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from kvparams.instances import Instance
+from kvparams_proxy.telemetry.recent_requests import EndedRequest
 from kvparams_proxy.telemetry.request_record import RequestRecord
-from kvparams_proxy.ui.recent_requests import EndedRequest
 from kvparams_proxy.ui.worker_part import DecisionRow, RequestRow
 
 if TYPE_CHECKING:

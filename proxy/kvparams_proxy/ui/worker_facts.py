@@ -18,9 +18,9 @@ from kvparams_proxy.telemetry.metric_snapshots import spell_series
 from kvparams_proxy.telemetry.metrics import Metrics
 from kvparams_proxy.telemetry.prefix_cache_gauges import PrefixCacheGauges
 from kvparams_proxy.telemetry.proxy_gauges import leases_by_instance
+from kvparams_proxy.telemetry.recent_requests import EndedRequest, RecentRequests
 from kvparams_proxy.ui.hot_prefixes import PromptBlocks, find_hot_prefixes
 from kvparams_proxy.ui.public_names import public_engine_name, store_name
-from kvparams_proxy.ui.recent_requests import EndedRequest, RecentRequests
 from kvparams_proxy.ui.request_rows import describe_ended, describe_running
 from kvparams_proxy.ui.worker_part import EngineFacts, RequestRow, StoreFacts, WorkerPart, is_shown
 

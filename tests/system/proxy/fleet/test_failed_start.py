@@ -67,7 +67,7 @@ STEPS = (
     *("StallAwareClock", "Fleet", "FleetSync", "Registry", "UpstreamPools", "EngineAddresses", "Deadlines", "Metrics"),
     *(
         "RequestLog",
-        "RequestHistory",
+        "RecentRequests",
         "RecordDispatcher",
         "EngineTokenizer",
         "TokenService",

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from kvparams.cli import main
+from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.secret import Secret
-from kvparams_proxy.telemetry.request_history import RequestHistory
+from kvparams_proxy.telemetry.recent_requests import RecentRequests
+from kvparams_proxy.telemetry.request_record import RefusedRequest
 from tests.support.proxy.served import serving
 from tests.support.proxy.stage import BODY, StartStage
 from tests.support.stub_engine import StubEngines
@@ -72,7 +74,7 @@ async def test_who_is_not_known_or_may_not_ask_is_told_so(
     url = f"http://127.0.0.1:{found.running.port}"
     status, out, err = await run(capsys, "a b", url, "--admin-token-file", str(token))
     assert (status, out) == (1, "")
-    assert "no request with this id is among the last 1024" in err
+    assert "no request with this id is among the last 512" in err
     wrong = tmp_path / "wrong"
     wrong.write_text("another")
     wrong.chmod(0o600)
@@ -103,25 +105,33 @@ async def test_the_worker_that_knows_a_request_is_found(stub: StubEngines, token
             assert out.decode().startswith(f"{id}  /v1/completions  ok (200)") is (status == 0)
 
 
-def test_only_the_last_requests_are_kept() -> None:
-    class Life:
-        spans = (("created", "", 0.0), ("done", "", 1.0))
-        outcome = "ok"
+class Life:
+    """The part of a life cycle that is kept."""
 
-    class Account:
-        lifecycle, trace_context, further_transfers, endpoint = Life(), None, None, "/v1/completions"
-        stream, status, code, prompt_tokens, cached_tokens, completion_tokens = False, 200, None, 1, None, 2
-        retries, answer_bytes, ended_s = 0, 10, 5.0
+    def __init__(self, outcome: str, spent_s: float) -> None:
+        self.spans = (("created", "", 0.0), ("done", "", spent_s))
+        self.outcome = outcome
 
-        def __init__(self, id: str) -> None:
-            self.facts = type("Facts", (), {"request_id": id, "transfer_id": f"t-{id}", "tenant": "", "model": None})
 
-    history = RequestHistory(3)
-    accounts: list[Any] = [Account(f"r{number}") for number in range(5)]
-    for account in (*accounts, accounts[2]):
-        history.ended(account)
-    assert [history.find(f"r{number}") is not None for number in range(5)] == [False, False, True, True, True]
-    found = history.find("t-r4")
-    assert found is not None
-    assert found.request_id == "r4"
-    assert history.find("0" * 32) is None
+class Account:
+    """The part of a `RequestRecord` that is kept."""
+
+    trace_context, further_transfers, endpoint, route, decision = None, None, "/v1/completions", (), None
+    stream, status, code, prompt_tokens, cached_tokens, completion_tokens = False, 200, None, 1, None, 2
+    retries, answer_bytes, ended_s = 0, 10, 5.0
+
+    def __init__(self, id: str, outcome: str = "ok", spent_s: float = 1.0) -> None:
+        self.lifecycle = Life(outcome, spent_s)
+        facts = {"request_id": id, "transfer_id": f"t-{id}", "tenant": "", "model": None, "token_ids": None}
+        self.facts = type("Facts", (), facts)
+
+
+def test_the_last_requests_are_found_and_for_longer_those_that_failed_or_were_slow() -> None:
+    requests = RecentRequests()
+    ended: list[Any] = [Account("bad", "failed"), Account("slow", spent_s=9.0)]
+    ended += [Account(f"r{number}", spent_s=0.5 + number / 1000) for number in range(1000)]
+    for account in ended:
+        requests.ended(account)
+    requests.refused(RefusedRequest("turned away", "", ProxyError(400, "invalid_request_error", "no")))
+    found = [requests.find(id) for id in ("r999", "t-r999", "bad", "slow", "r0", "turned away", "0" * 32)]
+    assert [each and each.request_id for each in found] == ["r999", "r999", "bad", "slow", None, None, None]

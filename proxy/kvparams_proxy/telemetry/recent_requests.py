@@ -32,6 +32,7 @@ class EndedRequest(NamedTuple):
     """The part of a `RequestRecord` that is shown after the request has ended."""
 
     request_id: str
+    transfer_ids: Sequence[str]
     tenant: str
     model: str | None
     endpoint: str
@@ -54,12 +55,18 @@ class EndedRequest(NamedTuple):
     knows_ids: bool
     """Whether the decision was made by the engine's own token ids."""
 
+    @property
+    def trace_id(self) -> str | None:
+        """The id of its trace, as 32 hexadecimal digits; None where the request is not sampled."""
+        return f"{self.trace.trace_id:032x}" if self.trace is not None and self.trace.sampled else None
+
     @classmethod
     def of(cls, account: RequestRecord) -> Self:
         """Returns the part of a record that is shown."""
         facts, life = account.facts, account.lifecycle
         return cls(
             facts.request_id,
+            (facts.transfer_id, *(account.further_transfers or ())),
             facts.tenant,
             facts.model,
             account.endpoint,
@@ -119,13 +126,24 @@ class RecentRequests:
         """See `RecordReader`."""
         error = refusal.error
         outcome = "refused" if error.status < 500 else "failed"
-        asked = (refusal.request_id, refusal.tenant, refusal.model, refusal.endpoint, None, ())
+        asked = (refusal.request_id, (), refusal.tenant, refusal.model, refusal.endpoint, None, ())
         nothing = (None, None, None, 0, 0)
         self.failed.append(
             EndedRequest(
                 *asked, outcome, error.status, error.name, (), *nothing, time(), refusal.trace, None, knows_ids=False
             )
         )
+
+    def find(self, id: str) -> EndedRequest | None:
+        """Returns the last request with this request id, transfer id or trace id (32 hexadecimal digits).
+
+        A request that was refused before its execution has no states to look at, and is not found.
+        """
+        slow = [request for _, _, request in (*self._slowest, *self._slowest_before)]
+        for request in (*reversed(self.recent), *reversed(self.failed), *slow):
+            if request.spans and (id == request.request_id or id in request.transfer_ids or id == request.trace_id):
+                return request
+        return None
 
     def slowest(self, now_s: float) -> list[EndedRequest]:
         """Returns the requests of the last one or two minutes that took longest, the slowest first.
