@@ -116,7 +116,7 @@ def add_prompt_ids(speech: Dialect, native: bytes, request: RequestFacts, sent: 
     ids = request.token_ids if sent is None else [*sent.prompt_ids, *sent.answer_ids]
     if name is None or ids is None:
         return native
-    return b'{"%b":%b,%b' % (name.encode(), b"[%b]" % b",".join(b"%d" % each for each in ids), native[1:])
+    return b"{%b,%b" % (encode_member(name, list(ids)), native[1:])
 
 
 def _params(

@@ -32,6 +32,8 @@ class SharingSettings(NamedTuple):
     """64 bits for block hashes, which the proxies of the site share and clients do not know.
 
     They come from the oldest key, so a key that is added changes nothing."""
+    response_secret: bytes
+    """32 bytes for the ids of stored responses, from the same key."""
 
     @property
     def site(self) -> str:
@@ -55,7 +57,8 @@ def share_server(url: ShareURL, keys_file: Path) -> SharingSettings:
         return _secrets(watched.keyring)
 
     oldest = min(watched.keyring, key=lambda key: (key.not_before, key.kid))
-    return SharingSettings(url, secrets, _seed(oldest.derive(_PURPOSE)))
+    secret = oldest.derive(_PURPOSE)
+    return SharingSettings(url, secrets, _seed(secret), _response_secret(secret))
 
 
 def share_directory(directory: Path) -> SharingSettings:
@@ -65,7 +68,7 @@ def share_directory(directory: Path) -> SharingSettings:
         OSError: there is none.
     """
     secret = (directory / EXCHANGE_KEY_FILE).read_bytes()
-    return SharingSettings(directory, lambda: (secret,), _seed(secret))
+    return SharingSettings(directory, lambda: (secret,), _seed(secret), _response_secret(secret))
 
 
 def write_exchange_key(directory: Path) -> None:
@@ -84,6 +87,10 @@ def _secrets(keyring: SigningKeyring) -> Sequence[bytes]:
     signing = keyring.signing_key_at(time.time())
     keys = sorted(keyring, key=lambda key: (key is not signing, -key.not_before, key.kid))
     return [key.derive(_PURPOSE) for key in keys]
+
+
+def _response_secret(secret: bytes) -> bytes:
+    return sha256(b"kvparams response ids\n" + secret).digest()
 
 
 def _seed(secret: bytes) -> int:

@@ -100,7 +100,7 @@ _MESSAGES: Final = AnswerForm(
     False,
     "message",
     _MESSAGES_MEMBERS,
-    (b'"input_tokens"', *_SUSPECTS),
+    (b'"input_tokens"', b'"message"', *_SUSPECTS),
     MESSAGES_USAGE,
     omits_params=True,
 )
@@ -109,7 +109,7 @@ _RESPONSES: Final = AnswerForm(
     False,
     "response",
     _RESPONSES_MEMBERS,
-    (b'"input_tokens"', *_SUSPECTS),
+    (b'"input_tokens"', b'"response"', *_SUSPECTS),
     RESPONSES_USAGE,
 )
 _FORMS: Final[Mapping[EndpointKind, AnswerForm]] = {

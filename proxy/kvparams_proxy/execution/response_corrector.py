@@ -102,6 +102,7 @@ class ResponseCorrector:
         span = find_member(raw, document, wrapper)
         before = raw[span.value : span.end]
         after = self._correct_members(before, inner, event=True)
+        self._closely = True  # what is in a wrapped answer tells nothing of the events that follow it
         if after is before:
             return raw
         return b"%b%b%b" % (raw[: span.value], after, raw[span.end :])

@@ -107,8 +107,7 @@ async def run_startup_check(
 
 def response_ids(settings: Settings) -> ResponseIds:
     """Returns what makes the ids of stored responses. All proxies that share a fleet find each other's."""
-    sharing = settings.sharing
-    return ResponseIds(None if sharing is None else sharing.seed.to_bytes(8, "little"))
+    return ResponseIds(None if settings.sharing is None else settings.sharing.response_secret)
 
 
 def id_maker() -> Callable[[], str]:

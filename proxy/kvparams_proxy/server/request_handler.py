@@ -110,6 +110,8 @@ class RequestHandler:
                     error = ProxyError(400, "invalid_request_error", "there must be one Authorization header")
                 authorization = value
             elif name == b"x-api-key":
+                if api_key is not None:
+                    error = ProxyError(400, "invalid_request_error", "there must be one x-api-key header")
                 api_key = value
             elif name == b"x-session-id":
                 session = session_from_header(value)

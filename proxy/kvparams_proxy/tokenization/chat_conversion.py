@@ -137,7 +137,7 @@ def _add_item(item: _Object, messages: list[dict[str, object]]) -> None:
     if kind == "function_call":
         call = _call(item.get("call_id"), item.get("name"), item.get("arguments"))
         if before.get("role") == "assistant":
-            before["tool_calls"] = [*cast("list[object]", before.get("tool_calls") or []), call]
+            cast("list[object]", before.setdefault("tool_calls", [])).append(call)
             return
         said = {"tool_calls": [call]}
     elif kind == "reasoning":

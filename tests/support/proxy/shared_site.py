@@ -91,7 +91,9 @@ class SharedProxy:
         self.probed: list[Member] = []
         self.sync: FleetSync | None = None
         if not is_alone:
-            settings = SharingSettings(ShareURL("valkey://site", "site"), lambda: (secret,), seed=1)
+            settings = SharingSettings(
+                ShareURL("valkey://site", "site"), lambda: (secret,), seed=1, response_secret=b"r"
+            )
             info = {"policy": policy.__name__}
             self.sync = FleetSync(
                 loop, self.fleet, prefixes, settings, info, self.transport, lambda: loop.time() + clock_offset_s

@@ -92,6 +92,9 @@ async def test_both_legs_of_a_tenant_carry_its_salt(scripted: Any, proxy: Any, t
         assert key not in str(prefill.heads + decode.heads)
     refused = await running.client.post(path, json=BODIES[path], headers={"x-api-key": "kvp_wrong"})
     assert refused.status_code == 401
+    if path == "/v1/messages":
+        twice = [("x-api-key", key) for key in tenants.values()]
+        assert (await running.client.post(path, json=BODIES[path], headers=twice)).status_code == 400
     kind = "authentication_error" if path == "/v1/messages" else "invalid_request_error"
     assert refused.json()["error"]["type"] == kind
     bare = await proxy([prefill.url], [decode.url])

@@ -195,6 +195,27 @@ def test_generated_text_is_not_searched_for_addresses_and_other_members_are(path
 
 
 @pytest.mark.parametrize("path", STREAMS)
+def test_an_address_that_every_event_names_is_hidden_in_every_event(path: str) -> None:
+    endpoint, events = STREAMS[path][0], STREAMS[path][1]
+    corrector = correcting(endpoint)
+    told = [each.replace(b'{"type":', b'{"worker":"%b","type":' % ADDRESS.encode(), 1) for each in events]
+    assert all(ADDRESS.encode() in each for each in told)
+    found = [corrector.correct_events(each) for each in told]
+    assert not any(b'"worker"' in each for each in found)
+
+
+def test_an_address_in_the_last_response_is_hidden_though_the_first_had_none() -> None:
+    corrector = correcting(RESPONSES)
+    first, *others, _ = RESPONSES_STREAM
+    for each in (first, *others):
+        corrector.correct_events(each)
+    bad = response(usage=TOTALS, worker=ADDRESS, system_fingerprint=ADDRESS, id="resp_engine-7.example:8000")
+    found = corrector.correct_events(named("response.completed", response=bad))
+    assert b"engine-7" not in found
+    assert b"response.completed" in found
+
+
+@pytest.mark.parametrize("path", STREAMS)
 def test_a_long_answer_is_read_in_steps_to_the_same_end(path: str) -> None:
     endpoint = STREAMS[path][0]
     block = {"type": "text", "text": TEXT * 500}
