@@ -66,8 +66,13 @@ class ResponseCorrector:
             cast("dict[str, object]", usage) if isinstance(usage, dict) else {}
         )
 
-    def correct_document(self, raw: bytes, *, event: bool = False) -> bytes:
+    def correct_document(self, raw: bytes, *, event: bool = False, is_stored: bool = False) -> bytes:
         """Returns a corrected JSON answer or event.
+
+        Args:
+            raw: its text.
+            event: whether it is one of a stream.
+            is_stored: whether it is an answer that was kept, which may tell that its request has failed.
 
         Raises:
             JSONTextError: it is not a JSON object.
@@ -75,7 +80,7 @@ class ResponseCorrector:
             UpstreamErrorResponse: it is an error, whatever its status said.
         """
         document = load_response(raw)
-        if (error := embedded_error(document)) is not None:
+        if not is_stored and (error := embedded_error(document)) is not None:
             raise UpstreamErrorResponse(error)
         form = self._form
         if not event and not form.has_content(document):
@@ -149,17 +154,19 @@ class ResponseCorrector:
             return {}
         return form.usage.corrections(usage, report)
 
-    def correct_response(self, answer: EngineResponse) -> Sequence[bytes | memoryview]:
+    def correct_response(self, answer: EngineResponse, *, is_stored: bool = False) -> Sequence[bytes | memoryview]:
         """Returns a whole JSON answer, corrected. For one that was read in steps it returns pieces, without copies.
+
+        `is_stored` as for `correct_document`.
 
         Raises:
             as `correct_document`.
         """
         answer.raise_if_invalid()
         if answer.member_spans is None:
-            return (self.correct_document(answer.raw),)
+            return (self.correct_document(answer.raw, is_stored=is_stored),)
         document, raw = answer.document, answer.raw
-        if (error := embedded_error(document)) is not None:
+        if not is_stored and (error := embedded_error(document)) is not None:
             raise UpstreamErrorResponse(error)
         if not self._form.has_content(document):
             raise UpstreamError(_NO_CONTENT)

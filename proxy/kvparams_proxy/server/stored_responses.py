@@ -15,7 +15,8 @@ from kvparams.errors import JSONTextError
 from kvparams.instances import Instance
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.answer_forms import answer_form
-from kvparams_proxy.execution.engine_errors import engine_error_response, reported_engine_error
+from kvparams_proxy.execution.engine_errors import engine_error_response
+from kvparams_proxy.execution.engine_response import LONG_RESPONSE_BYTES, EngineResponse
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
 from kvparams_proxy.requests.authentication import AuthenticatedClient, require_client
@@ -23,7 +24,6 @@ from kvparams_proxy.upstream.types import (
     ResponseCollector,
     ResponseHead,
     UpstreamError,
-    UpstreamErrorResponse,
     UpstreamTimeout,
 )
 
@@ -122,11 +122,23 @@ async def _ask(
     if head.status != 200:
         raise engine_error_response(instance.role, head.status, raw, addresses, response_id.encode(), own_key=own_key)
     with suppress(UpstreamError, JSONTextError):
-        try:
-            return ResponseCorrector("", addresses, answer_form("responses")).correct_document(raw)
-        except UpstreamErrorResponse as reported:
-            raise reported_engine_error(instance.role, 500, reported.error, addresses, b"", own_key=own_key) from None
+        corrector = ResponseCorrector("", addresses, answer_form("responses"))
+        return b"".join(corrector.correct_response(await _parse(resources, raw), is_stored=True))
     raise failed
+
+
+async def _parse(resources: ExecutionResources, raw: bytes) -> EngineResponse:
+    """Parses a response, a long one in steps."""
+    response = EngineResponse(raw, answer_form("responses"))
+    if len(raw) > LONG_RESPONSE_BYTES:
+        parsed: asyncio.Future[EngineResponse] = resources.loop.create_future()
+        steps = response.parse_in_steps("", resources.engine_addresses)
+        task = resources.step_runner.run(steps, parsed.set_result, parsed.set_exception)
+        try:
+            return await parsed
+        finally:
+            task.cancel()
+    return response
 
 
 def _error(error: ProxyError) -> Response:

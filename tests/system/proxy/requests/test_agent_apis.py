@@ -37,7 +37,7 @@ def chunk(data: bytes) -> bytes:
 
 def document(body: bytes) -> bytes:
     """What an engine answers to either API; a prefill leg gets a handoff."""
-    asked: dict[str, Any] = json.loads(body)
+    asked: dict[str, Any] = json.loads(body or b'{"model": "stub"}')
     said: dict[str, Any]
     told: dict[str, Any] = asked.get("kv_transfer_params") or {}
     params = HANDOFF if told.get("do_remote_decode") else None
@@ -121,6 +121,24 @@ async def test_a_tenant_reaches_no_response_of_another(scripted: Any, proxy: Any
     assert (await running.client.post("/v1/responses", json=goes_on, headers=acme)).status_code == 200
     assert sent(decode)[-1]["previous_response_id"] == made
     assert "kv_transfer_params" not in sent(decode)[-1]
+
+
+@pytest.mark.parametrize("length", [1, 100_000], ids=["short", "read in steps"])
+async def test_a_stored_response_is_read_whatever_became_of_it(scripted: Any, proxy: Any, length: int) -> None:
+    """One that has failed is a response, too: its client asks for the reason."""
+    prefill, decode = await scripted(engine), await scripted(engine)
+    running = await proxy([prefill.url], [decode.url])
+    made = (await running.client.post("/v1/responses", json=RESPONSES)).json()["id"]
+    error = {"code": "server_error", "message": "x" * length}
+    kept: dict[str, Any] = {"id": made, "object": "response", "status": "failed", "error": error, "output": []}
+    decode.models = json.dumps({**kept, "kv_transfer_params": HANDOFF, "worker": decode.url}).encode()
+    got = await running.client.get(f"/v1/responses/{made}")
+    assert got.status_code == 200
+    assert {name: value for name, value in got.json().items() if value is not None} == kept
+    assert (await running.client.post(f"/v1/responses/{made}/cancel")).status_code == 200
+    assert decode.heads[-1].startswith(f"POST /v1/responses/{made}/cancel ".encode())
+    streamed = await running.client.get(f"/v1/responses/{made}", params={"stream": "true"})
+    assert (streamed.status_code, streamed.json()["error"]["code"]) == (400, "not_supported")
 
 
 @pytest.mark.parametrize("path", BODIES)

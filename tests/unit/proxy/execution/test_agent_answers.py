@@ -209,7 +209,7 @@ def test_an_address_in_the_last_response_is_hidden_though_the_first_had_none() -
     first, *others, _ = RESPONSES_STREAM
     for each in (first, *others):
         corrector.correct_events(each)
-    bad = response(usage=TOTALS, worker=ADDRESS, system_fingerprint=ADDRESS, id="resp_engine-7.example:8000")
+    bad = response(usage=None, worker=ADDRESS, system_fingerprint=ADDRESS, id="resp_engine-7.example:8000")
     found = corrector.correct_events(named("response.completed", response=bad))
     assert b"engine-7" not in found
     assert b"response.completed" in found
