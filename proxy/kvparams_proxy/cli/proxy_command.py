@@ -27,7 +27,9 @@ from kvparams_proxy.config.signing import ReloadingSigner
 from kvparams_proxy.config_errors import ConfigError
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.fleet.registry.instance_spec import spec_of
+from kvparams_proxy.listening.activation import ActivationError
 from kvparams_proxy.listening.handover import SocketHandover
+from kvparams_proxy.listening.takeover import TakeoverError
 from kvparams_proxy.server.app import create_app
 from kvparams_proxy.server.file_descriptors import raise_descriptor_limit
 from kvparams_proxy.server.http_server import listen, serve
@@ -259,7 +261,11 @@ def run_server(
     except OSError as error:
         return _cannot_listen(command, asked, error)
     if len(handover.inherited) > 1:
-        return _cannot_listen(command, asked, OSError(f"{len(handover.inherited)} sockets are given for one process"))
+        return _cannot_listen(
+            command,
+            asked,
+            ActivationError(f"{len(handover.inherited)} sockets are given for one process: pass one, or set --workers"),
+        )
     with handover:
         handover.note_address(asked.host, asked.port)
         _print_address(command, asked, listener.getsockname()[1])
@@ -309,7 +315,10 @@ def _print_address(command: str, asked: Configuration, port: int) -> None:
 
 def _cannot_listen(command: str, asked: Configuration, error: OSError) -> int:
     where = f"{asked.host}:{asked.port}"
-    print(f"kvparams {command}: cannot listen on {where} ({error}); choose --host or --port", file=sys.stderr)
+    said = f"cannot listen on {where} ({error}); choose --host or --port"
+    if isinstance(error, TakeoverError | ActivationError):  # which say themselves what to do
+        said = str(error)
+    print(f"kvparams {command}: {said}", file=sys.stderr)
     return 1
 
 

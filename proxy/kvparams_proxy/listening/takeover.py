@@ -32,6 +32,7 @@ _SOCKETS: Final = b"S"
 _SERVING: Final = b"R"
 _ACCEPTED: Final = b"A"
 _REFUSED: Final = b"N"
+_AGAIN_S: Final = 1.0
 _ANSWER_S: Final = 10.0
 """The longest time for one answer of the other side's event loop."""
 _CREDENTIALS: Final = struct.Struct("iII")
@@ -174,7 +175,12 @@ class TakeoverOffer:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while not self._is_taken:
-            connection, _ = await loop.sock_accept(listener)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # too many open files, say
+                _log.warning("a successor could not be heard: %s", error)
+                await asyncio.sleep(_AGAIN_S)
+                continue
             task = loop.create_task(self._hand_over(connection))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -182,6 +188,7 @@ class TakeoverOffer:
     async def _hand_over(self, connection: socket.socket) -> None:
         """Gives one successor the sockets, and waits until it serves or is gone."""
         loop = asyncio.get_running_loop()
+        was_taken = True
         with connection:
             if not _is_same_user(connection):
                 _log.warning("a process of another user has asked for the listening sockets and gets none")
@@ -195,6 +202,8 @@ class TakeoverOffer:
                 was_taken, self._is_taken = self._is_taken, True
                 await loop.sock_sendall(connection, _REFUSED if was_taken else _ACCEPTED)
             except OSError as error:
+                if not was_taken:
+                    self._is_taken = False  # another one may come
                 _log.warning("the successor has not started; this proxy goes on: %s", error)
                 return
         if not was_taken:

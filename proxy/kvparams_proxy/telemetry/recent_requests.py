@@ -18,7 +18,10 @@ from kvparams_proxy.telemetry.tracing import TraceContext
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.routing_decision import RoutingDecision
 
-__all__ = ["EndedRequest", "RecentRequests"]
+__all__ = ["PREFIX_BLOCKS", "EndedRequest", "RecentRequests"]
+
+PREFIX_BLOCKS: Final = tuple(1 << power for power in range(12))
+"""How many blocks the prefixes have whose hashes are kept."""
 
 _RECENT: Final = 512
 """Requests of which flows and hot prefixes are counted."""
@@ -52,6 +55,9 @@ class EndedRequest(NamedTuple):
     """Since 1970."""
     trace: TraceContext | None
     decision: "RoutingDecision | None"
+    """Without the hashes of the prompt's blocks, which may be many."""
+    prefix_hashes: Sequence[int]
+    """Those of the prefixes of `PREFIX_BLOCKS`, as far as the prompt has these; empty where no hashes are known."""
     knows_ids: bool
     """Whether the decision was made by the engine's own token ids."""
 
@@ -63,7 +69,11 @@ class EndedRequest(NamedTuple):
     @classmethod
     def of(cls, account: RequestRecord) -> Self:
         """Returns the part of a record that is shown."""
-        facts, life = account.facts, account.lifecycle
+        facts, life, decision = account.facts, account.lifecycle, account.decision
+        hashes: list[int] = []
+        if decision is not None and (all_hashes := decision.hashes) is not None:
+            hashes = [int(all_hashes[blocks - 1]) for blocks in PREFIX_BLOCKS if blocks <= len(all_hashes)]
+            decision = decision._replace(hashes=None)
         return cls(
             facts.request_id,
             (facts.transfer_id, *(account.further_transfers or ())),
@@ -83,7 +93,8 @@ class EndedRequest(NamedTuple):
             account.answer_bytes,
             account.ended_s,
             account.trace_context,
-            account.decision,
+            decision,
+            hashes,
             facts.token_ids is not None,
         )
 
@@ -130,7 +141,17 @@ class RecentRequests:
         nothing = (None, None, None, 0, 0)
         self.failed.append(
             EndedRequest(
-                *asked, outcome, error.status, error.name, (), *nothing, time(), refusal.trace, None, knows_ids=False
+                *asked,
+                outcome,
+                error.status,
+                error.name,
+                (),
+                *nothing,
+                time(),
+                refusal.trace,
+                None,
+                (),
+                knows_ids=False,
             )
         )
 

@@ -7,7 +7,7 @@ from kvparams_proxy.ui.worker_part import EngineFacts, WorkerPart
 
 __all__ = ["COLUMNS", "EngineRow", "EngineTotals", "engine_row", "merge_engines", "rounded", "totals_of"]
 
-_STATES: Final = ("left", "ready", "draining", "not_ready", "broken")
+_STATES: Final = ("ready", "draining", "not_ready", "broken")
 """From the best to the worst: the worst that a worker sees is shown."""
 _BREAKERS: Final = ("closed", "half_open", "open")
 
@@ -114,7 +114,7 @@ def engine_row(engine: EngineFacts, totals: EngineTotals, then: EngineTotals | N
     """
     legs = prompt = answer = None
     recent = totals
-    if then is not None and elapsed_s > 0 and totals[0] >= then[0]:
+    if then is not None and elapsed_s > 0 and all(now >= earlier for now, earlier in zip(totals, then, strict=True)):
         new = _Delta(*(now - earlier for now, earlier in zip(totals, then, strict=True)))
         legs, prompt, answer = (rounded(each / elapsed_s) for each in (new.legs, new.prompt, new.answer))
         recent = (

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Final, NamedTuple
 
+from kvparams_proxy.telemetry.recent_requests import PREFIX_BLOCKS
+
 __all__ = ["HotPrefix", "PromptBlocks", "find_hot_prefixes"]
 
-_DEPTHS: Final = tuple(1 << power for power in range(12))
-"""Prefixes are looked at where they have so many blocks."""
 _MOST: Final = 48
 _FEWEST_REQUESTS: Final = 2
 
@@ -23,7 +23,7 @@ class PromptBlocks(NamedTuple):
     """A prompt, as the prefix index sees it."""
 
     hashes: Sequence[int]
-    """Of its blocks, each with all blocks in front of it."""
+    """Those of its prefixes that have as many blocks as `PREFIX_BLOCKS` says."""
     cached_blocks: int
     """The blocks from the beginning that were cached where the prompt was computed."""
 
@@ -53,13 +53,10 @@ def find_hot_prefixes(prompts: Iterable[PromptBlocks], most: int = _MOST) -> lis
     parents: dict[_Prefix, _Prefix | None] = {}
     for hashes, cached in prompts:
         before: _Prefix | None = None
-        for depth in _DEPTHS:
-            if depth > len(hashes):
-                break
-            key = (depth, int(hashes[depth - 1]))
+        for key in zip(PREFIX_BLOCKS, hashes, strict=False):
             requests[key] = requests.get(key, 0) + 1
             parents[key] = before
-            if depth <= cached:
+            if key[0] <= cached:
                 hits[key] = hits.get(key, 0) + 1
             before = key
     continued: dict[_Prefix, int] = {}

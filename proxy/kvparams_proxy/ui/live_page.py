@@ -7,6 +7,7 @@ from typing import Final, cast
 
 from kvparams.version import __version__
 from kvparams_proxy.coordination.fleet_sync import FleetSync
+from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.queue_depth_reader import QueueDepthReader
@@ -72,6 +73,9 @@ def _open_feed(sources: WorkerSources, depths: QueueDepthReader, worker: WorkerL
 
     async def collect() -> _Parts:
         parts = cast("list[Mapping[str, object]]", json.loads(await collect_all()))
+        if not any("worker" in part for part in parts):
+            message = "no worker has answered in time; try again later"
+            raise ProxyError(503, "service_unavailable", message, code="snapshot_timeout", retry_after_s=5)
         return sorted(parts, key=lambda part: part.get("worker") != sources.worker)
 
     return SnapshotFeed(loop, __version__, collect)

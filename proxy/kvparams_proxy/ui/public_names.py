@@ -2,11 +2,12 @@
 
 from hashlib import blake2b
 from ipaddress import ip_address
+from typing import Final
 from urllib.parse import urlsplit
 
 from kvparams.instances import Instance
 
-__all__ = ["public_engine_name", "store_name"]
+__all__ = ["former_engine_name", "public_engine_name", "store_name"]
 
 
 def public_engine_name(instance: Instance) -> str:
@@ -22,13 +23,17 @@ def public_engine_name(instance: Instance) -> str:
     return f"{instance.role}-{_digest(instance.id)}"
 
 
+def former_engine_name(id: str) -> str:
+    """Returns a name for an engine of which only the id is known."""
+    return f"engine-{_digest(id)}"
+
+
 def store_name(name: str) -> str:
-    """Returns the name of a store; of a URL only its scheme and a digest."""
-    scheme, separator, _ = name.partition("://")
-    return f"{scheme}-{_digest(name)}" if separator else name
+    """Returns the name of a store, or another name where it is an address."""
+    return f"store-{_digest(name)}" if _is_address(name) else name
 
 
-_DASHED = str.maketrans(".:", "--")
+_DASHED: Final = str.maketrans(".:", "--")
 
 
 def _is_address(host: str) -> bool:

@@ -5,7 +5,7 @@ the last seconds that somebody looked, and None until there are two looks.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypedDict, cast
 
 from kvparams_proxy.ui.advice import advice_for
@@ -18,6 +18,7 @@ from kvparams_proxy.ui.engine_rows import (
     rounded,
     totals_of,
 )
+from kvparams_proxy.ui.public_names import former_engine_name
 from kvparams_proxy.ui.worker_part import ENDED_WORKERS, EngineFacts, RequestRow, StoreFacts, WorkerPart, is_shown
 
 __all__ = ["ErrorRow", "Snapshot", "SnapshotBuilder", "hide_addresses"]
@@ -147,11 +148,33 @@ class SnapshotBuilder:
 
 
 def hide_addresses(snapshot: Snapshot, names: Mapping[str, str]) -> Snapshot:
-    """Returns the snapshot with other names for engines whose ids contain addresses. `names` has these by id."""
+    """Returns the snapshot with the names of engines for viewers; the same one if all of these are the ids.
+
+    `names` has them by id. Of an engine that has left nobody knows whether its id contains an address: it gets another.
+    """
+    ids = {each.id for each in snapshot["engines"]}
+    ids.update(id for rows in snapshot["requests"].values() for row in rows for id in _engine_ids(row))
+    ids.discard("")
+    names = {id: names.get(id) or former_engine_name(id) for id in ids}
+    if all(id == name for id, name in names.items()):
+        return snapshot
     shown = snapshot.copy()
     shown["engines"] = [each._replace(id=names.get(each.id, each.id)) for each in snapshot["engines"]]
     shown["requests"] = {kind: [_renamed(row, names) for row in rows] for kind, rows in snapshot["requests"].items()}
     return shown
+
+
+def _engine_ids(row: RequestRow) -> Iterator[str]:
+    """Yields the ids of engines that a row names; empty ones for states that are no engine's."""
+    for _, id in row["route"]:
+        yield id
+    for _, who, _ in row["spans"]:
+        yield cast("str", who)
+    if (decision := row["decision"]) is not None:
+        yield decision["chosen"]
+        yield decision["source"] or ""
+        for id, _ in decision["others"]:
+            yield cast("str", id)
 
 
 def _renamed(row: RequestRow, names: Mapping[str, str]) -> RequestRow:

@@ -153,9 +153,10 @@ class SnapshotFeed:
     async def _run(self) -> None:
         try:
             while self._viewers or self._loop.time() < self._polled_until_s:
+                began_s = self._loop.time()
                 await self._tick()
                 interval_s = min(_LONGEST_S, max(_EVERY_S, _COST * self._took_s))
-                await asyncio.sleep(max(0.0, self._taken_s + interval_s - self._loop.time()))
+                await asyncio.sleep(max(0.0, began_s + interval_s - self._loop.time()))
         finally:
             for viewer in self._viewers:  # if this has failed, their pages connect again
                 viewer.close()
@@ -168,27 +169,27 @@ class SnapshotFeed:
                 try:
                     await self._take()
                 except ProxyError:  # the workers do not answer in time: viewers see how old the last snapshot is
-                    self._taken_s = self._loop.time()
                     return
         for viewer in self._viewers:
             viewer.offer(self._encoded[viewer.is_admin])
 
     async def _take(self) -> None:
-        began_s = thread_time()
         parts = await self._collect()
+        began_s = thread_time()
         self._taken_s = self._loop.time()
         snapshot = self._builder.build(parts, self._taken_s, time())
         names = _public_names(parts)
+        shown = hide_addresses(snapshot, names)
         self._encoded[True] = self._encoded[False] = _encode(snapshot)
-        if names:
-            self._encoded[False] = _encode(hide_addresses(snapshot, names))
+        if shown is not snapshot:
+            self._encoded[False] = _encode(shown)
         self._took_s = thread_time() - began_s
 
 
 def _public_names(parts: _Parts) -> dict[str, str]:
-    """Returns the names for viewers of the engines that have other ones, by id."""
+    """Returns the names of the engines for viewers, by id."""
     engines = (EngineFacts._make(each) for part in parts for each in cast("list[EngineFacts]", part.get("engines", ())))
-    return {each.id: each.public_id for each in engines if each.id != each.public_id}
+    return {each.id: each.public_id for each in engines}
 
 
 def _encode(snapshot: object) -> bytes:

@@ -31,7 +31,7 @@ _STATES: Final = {
     "failed": "red",
     "midway": "red",
 }
-_WORST_FIRST: Final = ("broken", "not_ready", "draining", "ready", "left")
+_WORST_FIRST: Final = ("broken", "not_ready", "draining", "ready")
 _NONE: Final = "-"
 _SPARE_LINES: Final = 7
 """Lines of the screen that are no row."""

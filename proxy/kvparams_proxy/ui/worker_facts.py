@@ -199,12 +199,12 @@ def _prefixes(requests: Iterable[EndedRequest], block_tokens: int) -> list[list[
     prompts: list[PromptBlocks] = []
     for request in requests:
         decision = request.decision
-        if decision is None or decision.hashes is None:
+        if decision is None or not request.prefix_hashes:
             continue
         cached = request.cached_tokens
         if cached is None:
             cached = decision.expected.cached_tokens
         elif request.prompt_tokens:  # in the tokens by which blocks are counted
             cached = cached * decision.prompt_tokens // request.prompt_tokens
-        prompts.append(PromptBlocks(decision.hashes.tolist(), (cached + 1) // block_tokens))
+        prompts.append(PromptBlocks(request.prefix_hashes, (cached + 1) // block_tokens))
     return [list(each) for each in find_hot_prefixes(prompts)]

@@ -120,13 +120,17 @@ class WorkerLink:
             elif frame.kind is FrameKind.EXPOSITION:
                 self._answer(frame)
             elif frame.kind is FrameKind.COLLECT_PART:
-                if self._make_part is not None:
-                    self._send(FrameKind.PART, self._make_part())
+                self._spawn(self._send_part())
             elif frame.kind is FrameKind.PARTS:
                 self._answer_parts(frame)
             else:
                 on_command(frame.kind)
         on_command(FrameKind.CUT)
+
+    async def _send_part(self) -> None:
+        """Sends this worker's part of a snapshot. A fault in it costs the page, and no command of the supervisor."""
+        if self._make_part is not None:
+            self._send(FrameKind.PART, self._make_part())
 
     def _answer(self, frame: Frame) -> None:
         (number,) = SCRAPE_HEAD.unpack_from(frame.payload)

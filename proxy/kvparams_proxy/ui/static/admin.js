@@ -68,7 +68,6 @@ const HINTS = {
   broken: "It answers probes, but requests fail there. Others get its work while the breaker is open; see the failed requests and its log.",
   not_ready: "It does not answer probes. See whether it runs: kvparams proxy --check asks all engines.",
   draining: "It gets no new requests. It can be stopped once nothing runs there and it holds no KV transfers.",
-  left: "It was removed; its last requests are running.",
 };
 
 function instancePath(id) {

@@ -5,7 +5,7 @@ import { count, ms, percent, rate, words } from "./format.js";
 
 const PAGE = 25;
 const MANY = 60;
-const BAD_FIRST = { broken: 0, not_ready: 1, draining: 2, ready: 3, left: 4 };
+const BAD_FIRST = { broken: 0, not_ready: 1, draining: 2, ready: 3 };
 const COLUMNS = [
   { name: "id", label: "Engine", value: (each) => each.id },
   { name: "state", label: "State", value: (each) => -BAD_FIRST[each.state] },

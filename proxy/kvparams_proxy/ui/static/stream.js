@@ -63,6 +63,10 @@ export class SnapshotStream {
       const { done, value } = await reader.read();
       if (done) return;
       let rest = value;
+      if (pieces.at(-1)?.endsWith("\n")) {  // the end of an event may come in two chunks
+        rest = pieces.pop() + rest;
+        length -= rest.length - value.length;
+      }
       for (let end = rest.indexOf("\n\n"); end >= 0; end = rest.indexOf("\n\n")) {
         pieces.push(rest.slice(0, end));
         this.take(pieces.join(""));

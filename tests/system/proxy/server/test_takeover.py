@@ -175,6 +175,40 @@ async def test_only_one_successor_takes_over(tmp_path: Path) -> None:
     assert await asyncio.to_thread(Predecessor.find, folder) is None
 
 
+async def test_after_a_successor_that_died_as_it_served_another_one_may_come(tmp_path: Path) -> None:
+    folder = check_takeover_directory(tmp_path / "run")
+    taken: list[int] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        offer = TakeoverOffer(folder, [listener], lambda: taken.append(1))
+        offer.open()
+        try:
+            first = await asyncio.to_thread(Predecessor.find, folder)
+            assert first is not None
+            with pytest.MonkeyPatch.context() as patch:
+                loop = asyncio.get_running_loop()
+
+                async def gone(*_: object) -> None:
+                    raise BrokenPipeError
+
+                connection = vars(first)["_connection"]
+                patch.setattr(loop, "sock_sendall", gone, raising=True)
+                connection.setblocking(False)
+                connection.send(b"R")
+                async with asyncio.timeout(5):
+                    assert await loop.sock_recv(connection, 1) == b""
+            assert not taken
+            second = await asyncio.to_thread(Predecessor.find, folder)
+            assert second is not None
+            assert await second.tell_serving()
+            await until(lambda: taken == [1])
+            for each in (first, second):
+                each.close()
+                for copy in each.sockets:
+                    copy.close()
+        finally:
+            offer.close()
+
+
 async def test_a_process_of_another_user_gets_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as this process can tell; the control is the test above."""
     folder = check_takeover_directory(tmp_path / "run")

@@ -1,11 +1,14 @@
 """Tests that hot prefixes are counted as prompts share them, and that labels tell nothing."""
 
+from kvparams_proxy.telemetry.recent_requests import PREFIX_BLOCKS
 from kvparams_proxy.ui.hot_prefixes import HotPrefix, PromptBlocks, find_hot_prefixes
 
 
 def prompt(*blocks: int, cached: int = 0) -> PromptBlocks:
     """A prompt of these blocks. As in the index, a hash stands for its block and all in front of it."""
-    return PromptBlocks([hash(blocks[: number + 1]) % (1 << 64) for number in range(len(blocks))], cached)
+    return PromptBlocks(
+        [hash(blocks[:number]) % (1 << 64) for number in PREFIX_BLOCKS if number <= len(blocks)], cached
+    )
 
 
 def counts(found: list[HotPrefix]) -> list[tuple[int, int, int]]:

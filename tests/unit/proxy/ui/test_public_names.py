@@ -37,7 +37,7 @@ def test_two_engines_do_not_get_the_same_name() -> None:
     assert len(names) == 199
 
 
-def test_the_url_of_a_store_is_not_shown() -> None:
+@pytest.mark.parametrize("name", ["10.0.0.5", "mooncake.prod.example"])
+def test_the_address_of_a_store_is_not_shown(name: str) -> None:
     assert store_name("shared") == "shared"
-    assert store_name("valkey://secret@10.0.0.1:6379/0").startswith("valkey-")
-    assert "10.0.0.1" not in store_name("valkey://secret@10.0.0.1:6379/0")
+    assert name not in store_name(name)

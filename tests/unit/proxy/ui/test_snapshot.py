@@ -87,6 +87,15 @@ def test_counts_of_workers_are_added_and_those_of_exited_workers_too() -> None:
     assert (row.in_flight, row.tokens, row.legs) == (2, 20, 17)
 
 
+def test_no_rate_is_negative_after_a_worker_was_replaced() -> None:
+    legs = 'kvparams_proxy_legs_total{instance="d0",role="decode"}'
+    builder = SnapshotBuilder("1")
+    builder.build([part(1), part(2)], 100.0, 1e9)
+    found = builder.build([part(1), {ENDED_WORKERS: {legs: 5.0}}], 105.0, 1e9)
+    (row,) = found["engines"]
+    assert (row.legs_per_s, row.prompt_tokens_per_s, row.answer_tokens_per_s) == (None, None, None)
+
+
 def test_the_worst_state_that_a_worker_sees_is_shown() -> None:
     bad = part(2, engines=[engine(state="broken", breaker="open", wait_s=2.0)])
     for parts in ((part(1), bad), (bad, part(1))):

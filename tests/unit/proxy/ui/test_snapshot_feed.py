@@ -10,7 +10,7 @@ import pytest
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.ui.snapshot_feed import MOST_VIEWERS, SnapshotFeed
 from tests.support.virtual_loop import VirtualLoop
-from tests.unit.proxy.ui.test_snapshot import engine, part
+from tests.unit.proxy.ui.test_snapshot import engine, part, request
 
 
 class Source:
@@ -81,6 +81,45 @@ def test_only_admins_see_a_name_that_contains_an_address() -> None:
         assert b"10.0.0.1" in seen[True]
         assert b"10.0.0.1" not in seen[False]
         assert b"decode-abc" in seen[False]
+        await feed.close()
+
+    VirtualLoop().run(run())
+
+
+def test_the_address_of_an_engine_that_has_left_is_hidden_too() -> None:
+    source = Source()
+    gone = "decode-10.0.0.9-8000"
+    row = request("r", route=[["decode", gone]], spans=[["decode", gone, 0.0], ["done", "", 1.0]])
+
+    async def collect() -> Sequence[Mapping[str, object]]:
+        return [part(engines=source.engines, failed=[row])]
+
+    async def run() -> None:
+        feed = SnapshotFeed(asyncio.get_running_loop(), "1", collect)
+        assert b"10.0.0.9" in await feed.latest(is_admin=True)
+        seen = await feed.latest(is_admin=False)
+        assert b"10.0.0.9" not in seen
+        (shown,) = json.loads(seen)["requests"]["failed"]
+        assert shown["route"][0][1] == shown["spans"][0][1] != ""
+        assert shown["spans"][1][1] == ""
+        await feed.close()
+
+    VirtualLoop().run(run())
+
+
+def test_workers_that_do_not_answer_at_first_are_no_fault() -> None:
+    source = Source()
+    source.fails = True
+
+    async def run() -> None:
+        feed = feed_of(asyncio.get_running_loop(), source)
+        viewer = feed.join(is_admin=False)
+        await asyncio.sleep(0.1)
+        with pytest.raises(ProxyError):
+            await feed.latest(is_admin=False)
+        feed.join(is_admin=True)
+        source.fails = False
+        assert await viewer.next() is not None
         await feed.close()
 
     VirtualLoop().run(run())
