@@ -165,7 +165,7 @@ TRIED = proxy --prefill http://127.0.0.1:1 --decode http://127.0.0.1:2 --print-c
 ALONE_IN = rm -rf "$(DIST)/try" && $(PYTHON) -m venv "$(DIST)/try" && "$(DIST)/try/bin/python" -m pip --disable-pip-version-check $(INSTALL) -q
 
 dist: $(READY) $(SBOM)/.ready
-	rm -rf "$(DIST)"
+	cd "$(DIST)" 2>/dev/null && rm -rf *.whl *.tar.gz *.cdx.json SHA256SUMS try || true
 	$(BIN)/python -m hatchling build -d "$(DIST)"
 	$(ALONE_IN) "$$(ls $(DIST)/*.tar.gz)[proxy]" && "$(DIST)/try/bin/kvparams" $(TRIED) >/dev/null
 	$(ALONE_IN) "$$(ls $(DIST)/*.whl)[proxy]" && "$(DIST)/try/bin/kvparams" $(TRIED) >/dev/null

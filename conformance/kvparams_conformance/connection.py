@@ -4,6 +4,7 @@ The kit reads hostile peers: every read has a byte limit, and every caller gives
 """
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ _CHUNK_BYTES: Final = 64 << 10
 _MAX_HEAD_BYTES: Final = 64 << 10
 _MAX_BUFFER_BYTES: Final = 256 << 10
 """The pump stops reading while this much is unread, so that a peer that floods waits."""
+_STATUS: Final = re.compile(r"[0-9]{3}")
+_LENGTH: Final = re.compile(r"[0-9]{1,18}")
+_CHUNK_SIZE: Final = re.compile(rb"[0-9A-Fa-f]{1,15}")
 
 
 class WireError(Exception):
@@ -45,7 +49,7 @@ class Head:
     def status(self) -> int:
         """Returns the status of a response."""
         parts = self.start.split(" ", 2)
-        if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not parts[1].isdigit():
+        if len(parts) < 2 or not parts[0].startswith("HTTP/1.") or not _STATUS.fullmatch(parts[1]):
             raise WireError(f"not a status line: {self.start[:80]!r}")
         return int(parts[1])
 
@@ -135,7 +139,7 @@ class Connection:
             while await self._read_line():
                 pass
         elif (length := head.get("content-length")) is not None:
-            if not length.isdigit():
+            if not _LENGTH.fullmatch(length):
                 raise WireError(f"a content-length of {length[:80]!r}")
             async for part in self._read_exactly(int(length)):
                 yield part
@@ -166,10 +170,9 @@ class Connection:
 
     async def _read_chunk_size(self) -> int:
         line = (await self._read_line()).partition(b";")[0].strip()
-        try:
-            return int(line, 16)
-        except ValueError:
-            raise WireError(f"a chunk size of {line[:40]!r}") from None
+        if not _CHUNK_SIZE.fullmatch(line):  # `int` would take signs and underscores as well
+            raise WireError(f"a chunk size of {line[:40]!r}")
+        return int(line, 16)
 
     async def send(self, *parts: bytes) -> None:
         """Sends bytes. An error means that the peer has closed."""

@@ -52,7 +52,7 @@ class SeenLeg:
     @property
     def json(self) -> dict[str, Any]:
         """Returns the body as JSON, {} if it is none."""
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             found = json.loads(self.body)
             if isinstance(found, dict):
                 return cast("dict[str, Any]", found)
@@ -99,7 +99,7 @@ class Reply:
     @property
     def json(self) -> dict[str, Any]:
         """Returns the body as JSON, {} if it is none."""
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             found = json.loads(self.body)
             if isinstance(found, dict):
                 return cast("dict[str, Any]", found)

@@ -81,7 +81,7 @@ async def run_proxy_checks(checks: Sequence[Check], under: Under, lanes: int = 3
         finally:
             await lane.stop()
     else:
-        first, *others = [_Lane(under) for _ in range(1 + min(lanes, len(alone)))]
+        first, *others = [_Lane(under) for _ in range(1 + max(1, min(lanes, len(alone))))]
         jobs = [_run_together(first, together, results)] if together else []
         jobs += [_run_in_turn(lane, alone[at :: len(others)], results) for at, lane in enumerate(others)]
         try:

@@ -21,6 +21,14 @@ PROGRAMS = {
     "answers 10 GB": LISTEN
     + f"import threading\ndef f(c):\n  try:\n    c.sendall({HEAD})\n    while True: c.sendall(b' ' * 65536)\n"
     + "  except OSError: pass\nwhile True: threading.Thread(target=f, args=(s.accept()[0],), daemon=True).start()",
+    **{
+        name: LISTEN + f"while True:\n  c = s.accept()[0]; c.sendall({answer}); time.sleep(0.1)"
+        for name, answer in {
+            "answers a negative chunk": rb"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n-1\r\nX",
+            "answers a length that is no number": "HTTP/1.1 200 OK\r\ncontent-length: ²\r\n\r\n".encode("latin-1"),
+            "answers a length of many digits": b"HTTP/1.1 200 OK\r\ncontent-length: " + b"9" * 5000 + b"\r\n\r\n",
+        }.items()
+    },
     "answers no HTTP": LISTEN + "while True:\n  c = s.accept()[0]; c.sendall(b'\\x00' * 100); c.close()",
     "floods its output": LISTEN
     + f"while True:\n  c = s.accept()[0]; c.sendall({ANSWER}); c.close(); print('x' * 10_000_000)",
