@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from kvparams_conformance.connection import Connection, ConnectionEnded, TooLong, WireError, encode_head
@@ -21,12 +21,12 @@ class Received:
     connection: Connection | None = None
     status: int = 0
     headers: tuple[tuple[str, str], ...] = ()
-    body: bytes = b""
+    body: bytearray = field(default_factory=bytearray)
     ended: Literal["whole", "cut", "timeout", "too long"] = "cut"
 
     def reply(self, seconds: float) -> Reply:
         """Returns it as an answer."""
-        return Reply(self.status, self.headers, self.body, self.ended, seconds)
+        return Reply(self.status, self.headers, bytes(self.body), self.ended, seconds)
 
 
 async def send_request(
@@ -75,7 +75,7 @@ async def exchange(
     except TooLong:
         received.ended = "too long"
     except (WireError, OSError) as error:
-        received.ended, received.body = "cut", received.body or str(error).encode()
+        received.ended, received.body = "cut", received.body or bytearray(str(error).encode())
     finally:
         if received.connection is not None:
             await received.connection.close()

@@ -44,10 +44,8 @@ class SeenLeg:
     body: bytes
     at_s: float
     order: int
-    answered_s: float | None = None
-    """When the answer was complete."""
     left_s: float | None = None
-    """When the proxy closed the connection before that."""
+    """When the proxy closed the connection before the answer was complete."""
 
     @property
     def json(self) -> dict[str, Any]:

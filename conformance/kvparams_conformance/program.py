@@ -41,7 +41,7 @@ class Program:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **variables},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:
@@ -58,6 +58,11 @@ class Program:
     def output(self) -> str:
         """Returns what the program has written, up to a bound."""
         return self._output.decode("utf-8", "replace")
+
+    @property
+    def is_output_whole(self) -> bool:
+        """Returns whether that is all that it has written."""
+        return len(self._output) < _MAX_OUTPUT_BYTES
 
     @property
     def ended(self) -> int | None:

@@ -19,7 +19,7 @@ __all__ = ["MODEL", "TAG", "ScriptedEngine"]
 MODEL: Final = "m"
 TAG: Final = re.compile(rb"kvc[0-9a-f]{10}x|40000[0-9]{5}")
 """What tells the legs of one conversation from those of others: text, or a token id of that form."""
-_MAX_BODY_BYTES: Final = 64 << 20
+_MAX_BODY_BYTES: Final = 8 << 20
 _FLOOD_BYTES: Final = 128 << 20
 _FLOOD_PART: Final = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
 _HANG_S: Final = 30.0
@@ -55,10 +55,6 @@ class ScriptedEngine:
         self.port = 0
         self.versions: list[str] | None = ["1.0"]
         """The member `kvparams_versions` of its models; None leaves it out."""
-        self.down = False
-        """Every connection is closed at once, while this is set."""
-        self.unmatched: list[SeenLeg] = []
-        """Legs of no conversation, the last ones."""
         self._find = find
         self._order = 0
         self._tasks: set[asyncio.Task[None]] = set()
@@ -89,7 +85,7 @@ class ScriptedEngine:
         task.add_done_callback(self._tasks.discard)
         connection = Connection(reader, writer)
         with suppress(WireError, asyncio.CancelledError):
-            while not self.down and await self._serve(connection):
+            while await self._serve(connection):
                 pass
         await connection.close()
 
@@ -103,8 +99,6 @@ class ScriptedEngine:
         body = await connection.read_body(head, _MAX_BODY_BYTES)
         method, _, rest = head.start.partition(" ")
         path = rest.partition(" ")[0]
-        if self.down:
-            return False
         if method != "POST":
             await connection.send(*self._probe(path.partition("?")[0]))
             return True
@@ -112,7 +106,6 @@ class ScriptedEngine:
         leg = SeenLeg(self.name, self.role, path, head, body, time.monotonic(), self._order)
         conversation = self._find(leg)
         if conversation is None:
-            self.unmatched = [*self.unmatched[-31:], leg]
             await connection.send(*_whole(ScriptedAnswer(body=b"{}")))
             return True
         if not conversation.add(leg):
@@ -141,8 +134,6 @@ class ScriptedEngine:
             if sending.exception() is not None:
                 leg.left_s = time.monotonic()
                 return False
-            if answer.end == "whole":
-                leg.answered_s = time.monotonic()
             return answer.end == "whole"
         finally:
             for task in (sending, closing):

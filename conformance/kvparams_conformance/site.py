@@ -153,7 +153,7 @@ class Site:
             received.ended = "too long"
         except (WireError, OSError) as error:
             received.ended = "cut"
-            received.body = received.body or str(error).encode()
+            received.body = received.body or bytearray(str(error).encode())
         finally:
             if received.connection is not None:
                 await received.connection.close(reset=leave_when is not None)

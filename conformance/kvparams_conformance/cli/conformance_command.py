@@ -68,6 +68,7 @@ class ConformanceCommand:
         )
         proxy.add_argument("--lanes", type=int, default=3, metavar="N", help="proxies that run beside one another (3)")
         _add_common(proxy, "store-proxy")
+        _add_list(proxy)
         engine = subjects.add_parser("engine", help="test an engine that runs")
         engine.add_argument("url", metavar="URL", nargs="?", help="the URL of the engine")
         engine.add_argument("--model", metavar="NAME", help="the model to ask for (the first of /v1/models)")
@@ -76,6 +77,7 @@ class ConformanceCommand:
         engine.add_argument("--keys", type=Path, metavar="FILE", help="the file of the keys that it believes")
         engine.add_argument("--audience", default="pool", metavar="NAME", help="the pool that it belongs to (pool)")
         _add_common(engine, "engine")
+        _add_list(engine)
         store = subjects.add_parser("store", help="test a store (needs pip install 'kvparams[conformance]')")
         store.add_argument(
             "url",
@@ -117,11 +119,14 @@ def _add_common(parser: argparse.ArgumentParser, profile: str) -> None:
         help="run only this requirement (12.1) or check (12.1/nested)",
     )
     parser.add_argument("--explain", metavar="NUMBER", help="print a requirement and its checks, and test nothing")
-    parser.add_argument("--list", action="store_true", help="list the checks, and test nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     parser.add_argument("--junit", type=Path, metavar="FILE", help="write the report as JUnit XML")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the report as a static page")
     parser.add_argument("--verbose", action="store_true", help="also say why checks were skipped")
+
+
+def _add_list(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--list", action="store_true", help="list the checks, and test nothing")
 
 
 def _run_proxy(arguments: argparse.Namespace, profiles: tuple[str, ...], specification: Specification) -> int:
@@ -165,6 +170,8 @@ def _run_engine(arguments: argparse.Namespace, profiles: tuple[str, ...], specif
         return _usage("give the URL of the engine")
     if not checks:
         return _usage("no check has this profile and this --only")
+    if arguments.keys is not None and not arguments.keys.is_file():
+        return _usage(f"--keys: there is no file {arguments.keys}")
     begun = time.monotonic()
     model = arguments.model or asyncio.run(first_model(arguments.url))
     if model is None:

@@ -205,7 +205,7 @@ async def check_decode_fails(trial: Trial) -> None:
     """Lets the first decode leg fail."""
     talk = trial.talk(decode=lambda leg: ScriptedAnswer(503, b"{}") if len(talk.decodes) == 1 else decode_answer(leg))
     reply = await trial.ask(talk)
-    expect(reply.status == 200 or reply.status in (502, 503, 504), f"the client got the status {reply.status}")
+    expect(reply.status == 200 or reply.status >= 500, f"the client got the status {reply.status}")
 
 
 _HOSTILE: Final = {

@@ -94,6 +94,8 @@ async def check_given_back(trial: Trial) -> None:
     came = await talk.wait_for(lambda: len(talk.decodes) > 1, _BOUND_S)
     expect(came, "the blocks were left to their lease")
     expect(talk.decodes[1].json.get("max_tokens") == 1, "the leg that frees the blocks is not one of one token")
+    held, freed = (leg.carrier.get("remote_block_ids") for leg in talk.decodes[:2])
+    expect(held == freed, f"the blocks {held!r} were held, and {freed!r} were freed")
 
 
 @CHECKS.add(

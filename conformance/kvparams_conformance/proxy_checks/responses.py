@@ -200,6 +200,8 @@ async def check_logs(trial: Trial) -> None:
     await trial.ask(failing, cache_salt=salt)
     await talk.wait_for(lambda: False, 0.3)
     log = trial.site.program.output
+    if not trial.site.program.is_output_whole:
+        raise NotJudged("the proxy has written more than the kit keeps")
     for what, secret in (
         ("the salt", salt),
         ("a key", f"agreed.{talk.tag}"),

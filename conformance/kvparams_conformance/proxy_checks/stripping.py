@@ -19,20 +19,20 @@ __all__ = ["CHECKS"]
 
 CHECKS: Final = Checks()
 _EVIL: Final = "steer.example"
-_PORT: Final = 46667
+_PORT: Final = 466674667
 _BOOTSTRAP: Final[dict[str, object]] = {
     "bootstrap_host": _EVIL,
     "bootstrap_port": _PORT,
-    "bootstrap_room": 4666746667466,
+    "bootstrap_room": 4666746670000,
 }
 _SGLANG: Final[dict[str, object]] = {
     "rid": _EVIL,
-    "routed_dp_rank": 46667,
-    "data_parallel_rank": 46667,
-    "disagg_prefill_dp_rank": 46667,
+    "routed_dp_rank": 466674667,
+    "data_parallel_rank": 466674667,
+    "disagg_prefill_dp_rank": 466674667,
     "session_params": {"id": _EVIL},
     "bootstrap_pair_key": _EVIL,
-    "decode_tp_size": 46667,
+    "decode_tp_size": 466674667,
 }
 _VLLM: Final[dict[str, object]] = {
     "ec_transfer_params": {"peer": _EVIL},
@@ -43,8 +43,8 @@ _OTHERS: Final[dict[str, object]] = {
     "kv_hint": {"url": _EVIL},
     "disaggregated_params": {"ctx_info_endpoint": _EVIL},
     "disagg_prefill_resp": {"url": _EVIL},
-    "cache_hit_threshold": 0.46667,
-    "prefix_prompt_ids": [46667],
+    "cache_hit_threshold": 0.466674667,
+    "prefix_prompt_ids": [466674667],
     "kvcache_load_keys": [_EVIL],
     "kvcache_store_keys": [_EVIL],
     "prefill_result": {"url": _EVIL},
@@ -54,7 +54,7 @@ _OTHERS: Final[dict[str, object]] = {
     "mm_hashes": [_EVIL],
     "mm_content_hashes": [_EVIL],
 }
-_TRACES: Final = (_EVIL, "46667")
+_TRACES: Final = (_EVIL, "466674667")
 _NATIVE: Final = {"do_remote_prefill": True, "remote_host": _EVIL, "remote_port": _PORT, "remote_engine_id": _EVIL}
 
 
@@ -239,8 +239,8 @@ async def check_headers(trial: Trial) -> None:
 async def check_steering_headers(trial: Trial) -> None:
     """Sends the header by which vLLM and SGLang choose a rank."""
     talk = trial.talk()
-    expect_answered(talk, await trial.ask(talk, headers=[("x-data-parallel-rank", "46667")]))
-    expect_unseen(talk.legs, "46667")
+    expect_answered(talk, await trial.ask(talk, headers=[("x-data-parallel-rank", "466674667")]))
+    expect_unseen(talk.legs, "466674667")
 
 
 @CHECKS.add(

@@ -44,6 +44,9 @@ _RESPONSES_GONE: Final = frozenset(
     )
 )
 
+_LONGEST_OBJECT: Final = 256 << 10
+"""In bytes. A longer one would hold the event loop: it stays as the client wrote it, and prefill's engine judges it."""
+
 
 def one_token_changes(
     kind: EndpointKind, body: bytes, spans: _Spans, sampling: _Spans | None = None
@@ -105,9 +108,9 @@ def _without(changes: dict[str, bytes | None], body: bytes, spans: _Spans, name:
 
 
 def _object(body: bytes, spans: _Spans, name: str) -> Mapping[str, object]:
-    """Returns a member that is an object, or an empty one where it is none."""
+    """Returns a member that is an object of usual length, or an empty one where it is none."""
     field = spans.get(name)
-    if field is None or body[field.value] != 0x7B:
+    if field is None or body[field.value] != 0x7B or field.end - field.value > _LONGEST_OBJECT:
         return {}
     return cast("dict[str, object]", from_json(body[field.value : field.end]))
 

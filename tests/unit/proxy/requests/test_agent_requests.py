@@ -1,6 +1,7 @@
 """Tests how `/v1/messages` and `/v1/responses` are checked and cut to a prefill leg, and the ids of responses."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvparams_proxy.requests.endpoints import EndpointKind
 from kvparams_proxy.requests.intake import ParsedRequest
 from kvparams_proxy.requests.one_token_changes import one_token_changes
 from kvparams_proxy.requests.response_ids import ResponseIds
+from tests.support.processor import is_within
 from tests.support.proxy.steps import read_all
 
 MESSAGES: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "Who"}], "max_tokens": 9}
@@ -30,6 +32,17 @@ def cut(kind: EndpointKind, **more: Any) -> dict[str, Any]:
     body = json.dumps({**BODIES[kind], **more}).encode()
     spans = find_members(body)
     return json.loads(edit(body, spans, one_token_changes(kind, body, spans)))
+
+
+@pytest.mark.parametrize(("kind", "name"), [("messages", "output_config"), ("responses", "text")])
+def test_an_object_that_is_too_long_to_be_read_at_once_stays_as_it_is(kind: EndpointKind, name: str) -> None:
+    for length, is_read in ((200 << 10, True), (13 << 20, False)):
+        body = json.dumps({**BODIES[kind], name: {"format": {"type": "x", "pad": "x" * length}}}).encode()
+        spans = find_members(body)
+        begun = time.thread_time()
+        changes = one_token_changes(kind, body, spans)
+        assert is_within(time.thread_time() - begun, 0.02)
+        assert (name in changes) is is_read
 
 
 def test_a_prefill_leg_of_messages_has_one_token_and_the_same_prompt() -> None:
