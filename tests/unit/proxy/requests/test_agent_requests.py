@@ -172,8 +172,9 @@ def test_an_id_leads_to_its_instance_and_only_its_tenant_there() -> None:
 
 
 def test_another_id_leads_nowhere() -> None:
-    ids, fleet = ResponseIds(b"secret"), _instances("d0")
-    made = ids.make("", "d0")
+    ids, fleet = ResponseIds(b"secret"), _instances("west")
+    made = ids.make("", "west")
+    assert ids.find(made, "", fleet) is fleet[0]
     for changed in (
         "",
         "resp_",
@@ -184,4 +185,4 @@ def test_another_id_leads_nowhere() -> None:
         made[:-1] + "é",
     ):
         assert ids.find(changed, "", fleet) is None
-    assert "d0" not in made
+    assert "west" not in made  # whose letters are no digits of hexadecimal numbers
