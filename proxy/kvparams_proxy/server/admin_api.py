@@ -40,6 +40,7 @@ from kvparams_proxy.server.admin_answers import (
 from kvparams_proxy.server.admin_descriptions import describe_fleet, describe_instance, describe_request
 from kvparams_proxy.server.admin_operations import ADMIN_OPERATIONS
 from kvparams_proxy.server.route_explanation import explain_route
+from kvparams_proxy.server.route_helpers import error_response
 from kvparams_proxy.server.shared_admin import ADMIN_SOURCE, SharedAdmin, admin_specs, checked_spec, spec_document
 from kvparams_proxy.telemetry.proxy_gauges import leases_by_instance
 from kvparams_proxy.telemetry.recent_requests import RecentRequests
@@ -83,13 +84,12 @@ def _guard(token: Secret, methods: Mapping[str, _Endpoint]) -> Callable[[Request
             endpoint = methods["GET" if request.method == "HEAD" else request.method]
             response = await endpoint(request.state.registry, request)
         except ProxyError as error:
-            response = Response(error.body(), error.status, media_type="application/json")
+            response = error_response(error)
             if error.status == 401:
                 response.headers["www-authenticate"] = 'Bearer realm="kvparams admin"'
         except ConfigError as error:
             code = "invalid_modes" if request.url.path == "/admin/modes" else "invalid_instance"
-            refused = ProxyError(400, "invalid_request_error", str(error), code=code)
-            response = Response(refused.body(), 400, media_type="application/json")
+            response = error_response(ProxyError(400, "invalid_request_error", str(error), code=code))
         response.headers["cache-control"] = "no-store"
         return response
 
@@ -314,7 +314,7 @@ async def _request(registry: Registry, request: Request) -> Response:
     if found is None:
         message = "no request with this id is among the last 512 that ended here, or the last that failed or were slow"
         error = ProxyError(404, "not_found_error", message, param="id", code="unknown_request")
-        return Response(error.body(), 404, headers, "application/json")
+        return error_response(error, headers)
     return _answer(describe_request(found), 200, headers)
 
 

@@ -20,8 +20,8 @@ from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair
 from kvparams_proxy.fleet.registry.registry import Registry
-from kvparams_proxy.requests.authentication import Unauthorized, require_client
 from kvparams_proxy.server.admin_answers import VersionAnswer
+from kvparams_proxy.server.route_helpers import error_response, require_client_of
 
 __all__ = ["EXCEPTION_HANDLERS", "public_routes"]
 
@@ -39,21 +39,11 @@ def public_routes() -> list[Route]:
     ]
 
 
-def _error(error: ProxyError, request: str | None = None) -> Response:
-    headers = {} if request is None else {"x-request-id": request}
-    return Response(error.body(), error.status, headers, "application/json")
-
-
-def _headers(error: ProxyError) -> dict[str, str]:
-    return dict(line.decode().split(": ", 1) for line in error.headers().split(b"\r\n") if line)
-
-
 async def _models(request: Request) -> Response:
-    if (keys := request.state.keys) is not None:
-        try:
-            require_client(keys, next((v for n, v in request.headers.raw if n == b"authorization"), None))
-        except Unauthorized as error:
-            return Response(error.body(), 401, _headers(error), "application/json")
+    try:
+        require_client_of(request)
+    except ProxyError as error:
+        return error_response(error)
     return JSONResponse({"object": "list", "data": list(_model_cards(request.state.resources, request.state.modes))})
 
 
@@ -89,7 +79,7 @@ async def _health(request: Request) -> Response:
     fleet: Fleet = request.state.resources.fleet
     asked = request.path_params.get("role")
     if asked is not None and asked not in tuple(Role):
-        return _error(ProxyError(404, "not_found_error", f"there is no such role; there are {', '.join(Role)}"))
+        return error_response(ProxyError(404, "not_found_error", f"there is no such role; there are {', '.join(Role)}"))
     if request.state.draining.is_draining:
         return Response(json.dumps({"status": "draining"}), 503, media_type="application/json")
     roles = {role: health for role, health in fleet.health().items() if asked in (None, role)}
@@ -123,7 +113,7 @@ async def _metrics(request: Request) -> Response:
     try:
         text, content_type = await scrape(request.headers.get("accept", ""))
     except ProxyError as error:
-        return Response(error.body(), error.status, _headers(error), "application/json")
+        return error_response(error)
     return Response(text, headers={"content-type": content_type})
 
 
@@ -142,9 +132,8 @@ async def _not_found(request: Request, exc: Exception) -> Response:
         message += "; GET /admin lists the routes" if settings.admin_token else "; --admin-token-file turns /admin on"
     elif request.url.path == "/ui":
         message += "; --viewer-token-file or --admin-token-file turns the live page on"
-    response = _error(ProxyError(error.status_code, "not_found_error", message), request.state.resources.new_id())
-    response.headers.update(error.headers or {})
-    return response
+    headers = {"x-request-id": request.state.resources.new_id(), **(error.headers or {})}
+    return error_response(ProxyError(error.status_code, "not_found_error", message), headers)
 
 
 def _is_admin(path: str) -> bool:
@@ -152,7 +141,7 @@ def _is_admin(path: str) -> bool:
 
 
 async def _internal_error(request: Request, exc: Exception) -> Response:
-    return _error(ProxyError(500, "internal_error", "the proxy failed; its log says why"))
+    return error_response(ProxyError(500, "internal_error", "the proxy failed; its log says why"))
 
 
 EXCEPTION_HANDLERS: Final[dict[Any, Any]] = {404: _not_found, 405: _not_found, 500: _internal_error}

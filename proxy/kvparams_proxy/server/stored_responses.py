@@ -19,7 +19,7 @@ from kvparams_proxy.execution.engine_errors import engine_error_response
 from kvparams_proxy.execution.engine_response import LONG_RESPONSE_BYTES, EngineResponse
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.execution.response_corrector import ResponseCorrector
-from kvparams_proxy.requests.authentication import AuthenticatedClient, require_client
+from kvparams_proxy.server.route_helpers import authorization_header, error_response, require_client_of
 from kvparams_proxy.upstream.types import (
     ResponseCollector,
     ResponseHead,
@@ -64,8 +64,7 @@ def find_response_instance(
 
 async def _retrieve(request: Request) -> Response:
     if request.query_params.get("stream", "false").lower() not in ("", "0", "false"):
-        error = ProxyError(400, "invalid_request_error", _STREAM, param="stream", code="not_supported")
-        return _error(error)
+        return error_response(ProxyError(400, "invalid_request_error", _STREAM, param="stream", code="not_supported"))
     return await _answer(request, cancels=False)
 
 
@@ -76,15 +75,14 @@ async def _cancel(request: Request) -> Response:
 async def _answer(request: Request, *, cancels: bool) -> Response:
     resources: ExecutionResources = request.state.resources
     response_id: str = request.path_params["response_id"]
-    authorization = next((value for name, value in request.headers.raw if name == b"authorization"), None)
-    client: AuthenticatedClient | None = None
     try:
-        if (keys := request.state.keys) is not None:
-            client, authorization = require_client(keys, authorization), None
+        client = require_client_of(request)
         instance = find_response_instance(resources, response_id, "" if client is None else client.tenant)
-        body = await _ask(resources, instance, response_id, authorization, cancels=cancels)
+        # A client's key of ours is for no engine.
+        passed = authorization_header(request) if client is None else None
+        body = await _ask(resources, instance, response_id, passed, cancels=cancels)
     except ProxyError as error:
-        return _error(error)
+        return error_response(error)
     return Response(body, media_type="application/json")
 
 
@@ -139,8 +137,3 @@ async def _parse(resources: ExecutionResources, raw: bytes) -> EngineResponse:
         finally:
             task.cancel()
     return response
-
-
-def _error(error: ProxyError) -> Response:
-    headers = dict(line.decode().split(": ", 1) for line in error.headers().split(b"\r\n") if line)
-    return Response(error.body(), error.status, headers, "application/json")

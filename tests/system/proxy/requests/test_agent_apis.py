@@ -196,3 +196,25 @@ async def test_a_model_that_lacks_engines_of_a_role_is_not_listed(scripted: Any,
     prefill.models = b'{"object":"list","data":[{"id":"stub"},{"id":"half"}]}'
     running = await proxy([prefill.url], [decode.url])
     assert [model["id"] for model in (await running.client.get("/v1/models")).json()["data"]] == ["stub"]
+
+
+async def test_an_engine_that_does_not_say_what_it_stored_is_waited_for_no_longer_than_its_time(
+    scripted: Any, proxy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvparams_proxy.server.stored_responses._TIMEOUT_S", 0.1)
+
+    async def says_nothing(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if body:
+            writer.write(answer(document(body)))
+        else:
+            assert await reader.read(1) == b"", "the proxy goes away"
+            left.set()
+
+    left = asyncio.Event()
+    prefill, decode = await scripted(engine), await scripted(says_nothing)
+    running = await proxy([prefill.url], [decode.url])
+    made = (await running.client.post("/v1/responses", json=RESPONSES)).json()["id"]
+    refused = await running.client.post(f"/v1/responses/{made}/cancel")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (504, "engine_timeout")
+    async with asyncio.timeout(5):
+        await left.wait()
