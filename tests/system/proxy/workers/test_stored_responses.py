@@ -27,7 +27,7 @@ async def test_all_workers_find_a_response_and_another_proxy_does_not(scripted: 
     engines = cast("Any", SimpleNamespace(engines=site))
     async with serving(engines, "--workers", "2") as served, serving(engines) as stranger:
         made = (await served.client.post("/v1/responses", json=RESPONSES)).json()["id"]
-        kept = {"id": made, "object": "response", "status": "completed", "output": []}
+        kept: dict[str, Any] = {"id": made, "object": "response", "status": "completed", "output": []}
         decode.models = json.dumps(kept).encode()
         assert await statuses(served, made) == {200}
         assert await statuses(stranger, made) == {404}
