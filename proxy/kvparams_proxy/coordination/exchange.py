@@ -121,6 +121,8 @@ class Exchange:
         self._info = info
         self._wall_clock = wall_clock
         self._sequence = 0
+        self._has_untold = False
+        """Whether entries were kept from everybody since the last message: who hears the next one sees a gap."""
         self._batch: list[bytes] = []
         self._batch_bytes = 0
         self._flush_timer: asyncio.Handle | None = None
@@ -144,8 +146,12 @@ class Exchange:
         self._watch()
 
     def publish(self, entry: Entry) -> None:
-        """Tells the siblings, within milliseconds. Without siblings nothing is kept."""
+        """Tells the siblings, within milliseconds. Without siblings nothing is kept.
+
+        One that this proxy does not hear may hear this proxy, and has then missed it.
+        """
         if not self.siblings.alive:
+            self._has_untold = True
             return
         encoded = encode_entry(entry)
         self._batch.append(encoded)
@@ -192,6 +198,7 @@ class Exchange:
         # Loads come first: who hears that a leg waits no longer must know that it runs.
         loads = map(encode_entry, self._listener.changed_loads())
         payload = b"".join((*loads, *self._batch))
+        self._has_untold |= bool(self._batch) and not self.siblings.alive
         self._batch.clear()
         self._batch_bytes = 0
         if payload and self.siblings.alive:
@@ -199,7 +206,8 @@ class Exchange:
             self._send_in_order(MessageKind.ENTRIES, payload)
 
     def _send_in_order(self, kind: MessageKind, payload: bytes) -> None:
-        self._sequence += 1
+        self._sequence += 2 if self._has_untold else 1
+        self._has_untold = False
         self._send(kind, payload, 0, self._sequence)
 
     def _send(self, kind: MessageKind, payload: bytes, receiver: int, sequence: int) -> None:

@@ -204,6 +204,24 @@ def test_after_a_gap_the_legs_of_that_proxy_are_forgotten(site: Site) -> None:
     assert b.member(instance.id).backlog.wait_s == 0
 
 
+def test_what_is_told_to_nobody_is_a_gap_for_those_who_hear_it_all_the_same(site: Site) -> None:
+    """A proxy that hears nobody tells nobody that its legs end. Its siblings have heard it all the time."""
+    a, b, _ = site.proxies
+    ask = facts("one", _PROMPT)
+    instance = a.acquire(Role.PREFILL, ask)
+    site.after()
+    assert len(b.prefixes) == 1
+    a.transport.is_deaf = True
+    site.after(LEASE_S + 1.0)
+    assert not a.shared.exchange.siblings.alive
+    assert len(b.prefixes) == 1
+    _end(a, instance, ask)
+    a.transport.is_deaf = False
+    site.after(3 * HEARTBEAT_S)
+    assert len(b.prefixes) == 0
+    assert b.member(instance.id).backlog.wait_s == 0.0
+
+
 def test_a_new_proxy_gets_a_snapshot(site: Site) -> None:
     a = site.proxies[0]
     for number in range(40):
