@@ -24,7 +24,7 @@ import (
 	"time"
 )
 
-const tries, maxBody, maxAnswer = 3, 16 << 20, 64 << 20
+const tries, maxBody, maxAnswer, prefillTime = 3, 16 << 20, 64 << 20, 10 * time.Minute
 
 var forbidden = list(`kv_transfer_params ec_transfer_params kv_hints kv_hint disaggregated_params disagg_prefill_resp
 	bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size routed_dp_rank data_parallel_rank
@@ -137,7 +137,9 @@ func (x *exchange) prefill(attempt int) (*handoff, error) {
 		changes["max_completion_tokens"] = "1"
 	}
 	changes["kv_transfer_params"] = x.document(attempt, "prefill", members{"producer": `{"id":` + quote(to.name) + "}"})
-	answered, err := x.send(to, changes)
+	bounded, cancel := context.WithTimeout(x.context, prefillTime)
+	defer cancel()
+	answered, err := x.send(bounded, to, changes)
 	if err != nil {
 		return nil, err
 	}
@@ -207,7 +209,7 @@ func (x *exchange) decode(attempt int, kv *handoff, w http.ResponseWriter) error
 		told["must_understand"] = "[" + strings.Join(kv.critical, ",") + "]"
 	}
 	told["consumer"] = `{"id":` + quote(to.name) + "}"
-	answered, err := x.send(to, members{"kv_transfer_params": x.document(attempt, "decode", told)})
+	answered, err := x.send(x.context, to, members{"kv_transfer_params": x.document(attempt, "decode", told)})
 	if err != nil {
 		return err
 	}
@@ -254,8 +256,8 @@ func relay(answered *http.Response, kv *handoff, w http.ResponseWriter) {
 	}
 }
 
-func (x *exchange) send(to engine, changes members) (*http.Response, error) {
-	leg, _ := http.NewRequestWithContext(x.context, "POST", to.url+x.path, strings.NewReader(edit(x.body, changes)))
+func (x *exchange) send(until context.Context, to engine, changes members) (*http.Response, error) {
+	leg, _ := http.NewRequestWithContext(until, "POST", to.url+x.path, strings.NewReader(edit(x.body, changes)))
 	leg.Header = http.Header{"Content-Type": {"application/json"}, "X-Request-Id": {x.requestID}}
 	for _, name := range []string{"Traceparent", "Tracestate", "Authorization"} {
 		if value := x.headers.Values(name); value != nil {
