@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, NoReturn
 
 from kvparams_proxy.config.discovery_url import KubernetesSource
-from kvparams_proxy.config.spec_parsing import parse_spec
+from kvparams_proxy.config.spec_parsing import parse_specs
 from kvparams_proxy.config_errors import ConfigProblems
 from kvparams_proxy.discovery.kubernetes_api import KubernetesAPI
 from kvparams_proxy.discovery.object_watcher import ObjectWatcher
@@ -87,9 +87,9 @@ class KubernetesProvider:
 
     def _spec(self, entry: EngineEntry) -> InstanceSpec:
         problems = ConfigProblems()
-        spec = parse_spec(entry.document, "", self._rules, problems)
+        specs = parse_specs(entry.document, "", self._rules, problems)
         problems.raise_if_any()
-        assert spec is not None
+        (spec,) = specs
         return replace(spec, uid=entry.uid)
 
 
