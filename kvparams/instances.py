@@ -21,6 +21,7 @@ __all__ = [
     "Role",
     "RoundRobin",
     "SchedulingPolicy",
+    "ranks_key",
 ]
 
 
@@ -33,7 +34,8 @@ class Role(StrEnum):
     """It does both, for requests that are not split."""
 
 
-class DataParallelRank(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class DataParallelRank:
     """A `DataParallelRank` is one of several engines behind one URL, each with a cache and a scheduler of its own."""
 
     index: int
@@ -87,6 +89,11 @@ class Instance:
     speaks another is another incarnation."""
     rank: DataParallelRank | None = None
     """Which data-parallel rank behind its URL it is; None where the URL is one engine."""
+
+
+def ranks_key(instance: Instance) -> tuple[Role, str] | None:
+    """Returns what all data-parallel ranks of one engine have in common; None for an engine without ranks."""
+    return None if instance.rank is None else (instance.role, instance.url)
 
 
 class Candidate(Protocol):

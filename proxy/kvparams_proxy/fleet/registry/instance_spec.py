@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvparams.instances import DataParallelRank, Instance, Role
 from kvparams_proxy.fleet.registry.credentials import (
@@ -123,7 +123,8 @@ class SpecRules:
     """Whether an entry may say where a key is. Not over the network: the key would be sent to a URL of its choice."""
 
 
-class RankRange(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RankRange:
     """The data-parallel ranks behind one URL."""
 
     count: int
