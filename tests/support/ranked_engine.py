@@ -57,8 +57,8 @@ class RankedEngine(RecordingEngine):
         index = int(named) if named else len(self.requests) % len(self.ranks)
         if index >= len(self.ranks):
             return _response(400, {"error": {"message": f"data_parallel_rank {index} is out of range", "code": 400}})
-        rank, asked = self.ranks[index], json.loads(body)
-        loads = (asked.get("kv_transfer_params") or {}).get("do_remote_prefill")
+        rank = self.ranks[index]
+        params: dict[str, Any] = json.loads(body).get("kv_transfer_params") or {}
         rank.record(Recorded(path, headers, body))
         cached, tokens = rank.cached_tokens, rank.prompt_tokens
         details = {"cached_tokens": cached}
@@ -67,17 +67,17 @@ class RankedEngine(RecordingEngine):
         self.running += 1
         try:
             await self.go_on.wait()
-            await rank.compute(0 if loads else self.slowness * (tokens - cached))
+            await rank.compute(0 if params.get("do_remote_prefill") else self.slowness * (tokens - cached))
         finally:
             rank.running -= 1
             self.running -= 1
         document: dict[str, Any] = {"id": "c", "model": "m", "usage": usage}
         document["choices"] = [{"index": 0, "text": "x", "finish_reason": "length"}]
         if path == "/v1/responses":
-            content = [{"type": "output_text", "text": "x", "annotations": []}]
+            content: list[dict[str, Any]] = [{"type": "output_text", "text": "x", "annotations": []}]
             document |= {"object": "response", "status": "completed"}
             document["output"] = [{"type": "message", "role": "assistant", "content": content}]
-        if (asked.get("kv_transfer_params") or {}).get("do_remote_decode"):
+        if params.get("do_remote_decode"):
             number = self.start + (index + self.lies_about_rank) % len(self.ranks)
             document["kv_transfer_params"] = {
                 "do_remote_prefill": True,

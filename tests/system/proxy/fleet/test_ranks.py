@@ -11,13 +11,17 @@ import pytest
 
 from kvparams.instances import Instance, Role
 from kvparams_proxy.config.mode_parsing import parse_mode_flag
-from kvparams_proxy.config.settings import Settings, default_spec_rules
+from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, RankRange, specs_by_rank
 from kvparams_proxy.tokenization.tokenizer_choice import TokenizationMethod
 from tests.support.caching_engine import CachingEngine
+from tests.support.proxy.acting import Actor
 from tests.support.proxy.fixtures import Proxy, running
+from tests.support.proxy.stage import BODY as STAGE_BODY
 from tests.support.ranked_engine import RankedEngine
 from tests.support.waiting import until
+from tests.system.proxy.config.test_bootstraps import Bootstrap
+from tests.system.proxy.config.test_sglang_pairs import Meeting, Rooms
 
 RANKS, SESSIONS, TURNS, CLIENTS = 4, 128, 6, 24
 SLOWNESS = 8
@@ -32,10 +36,11 @@ StartRanks = Callable[..., Awaitable[RankedEngine]]
 StartFleet = Callable[..., Awaitable[Proxy]]
 
 
-def ranks_of(url: str, role: Role, count: int = RANKS, start: int = 0, dialect: str = "nixl") -> list[Instance]:
+def ranks_of(
+    url: str, role: Role, count: int = RANKS, start: int = 0, dialect: str = "nixl", bootstrap: str | None = None
+) -> list[Instance]:
     """Returns the instances of an entry with ranks."""
-    rules = default_spec_rules()
-    spec = InstanceSpec(f"{role[0]}0", url, role, dialect, credentials=rules.credentials)
+    spec = InstanceSpec(f"{role[0]}0", url, role, dialect, bootstrap=bootstrap)
     return [one.make_instance() for one in specs_by_rank(spec, RankRange(count, start))]
 
 
@@ -226,3 +231,53 @@ async def test_a_url_without_connection_is_missing_with_all_its_ranks(
     for _ in range(2 * RANKS):  # with one retry each, a second rank of the URL would fail the request
         assert (await proxy.client.post("/v1/completions", json=BODY)).status_code == 200
     assert await proxy.metric("kvparams_proxy_leg_failures_total") == 1
+
+
+async def test_sglang_is_told_both_ranks_in_the_bodies(stack: AsyncExitStack, fleet: StartFleet) -> None:
+    rooms, server = Rooms(), Bootstrap()
+    server.answer = b'{"dp_size": 2}'
+    prefill, decode = Meeting(Role.PREFILL, rooms), Meeting(Role.DECODE, rooms)
+    for one in (server, prefill, decode):
+        await one.begin()
+        stack.callback(one.end)
+    instances = [
+        *ranks_of(prefill.url, Role.PREFILL, 2, dialect="sglang", bootstrap=server.url),
+        *ranks_of(decode.url, Role.DECODE, 3, dialect="sglang"),
+    ]
+    proxy = await fleet(instances, expose_route=True)
+    for _ in range(6):
+        sent = STAGE_BODY | {"routed_dp_rank": 7, "data_parallel_rank": 7, "disagg_prefill_dp_rank": 7}
+        answer = await proxy.client.post("/v1/completions", json=sent)
+        assert answer.status_code == 200, answer.text
+        first, second = (json.loads(actor.bodies[-1]) for actor in (prefill, decode))
+        assert f"p0-dp{first['routed_dp_rank']}" == answer.headers["x-kvparams-prefill"]
+        assert f"d0-dp{second['routed_dp_rank']}" == answer.headers["x-kvparams-decode"]
+        assert second["disagg_prefill_dp_rank"] == first["routed_dp_rank"]
+        assert first["bootstrap_room"] == second["bootstrap_room"]
+        assert "disagg_prefill_dp_rank" not in first
+        assert "data_parallel_rank" not in first | second
+    ranks = [{json.loads(body)["routed_dp_rank"] for body in actor.bodies} for actor in (prefill, decode)]
+    assert ranks == [{0, 1}, {0, 1, 2}]
+
+
+async def test_mooncake_decode_is_told_of_the_rank_that_prefills(stack: AsyncExitStack, fleet: StartFleet) -> None:
+    server, prefill, decode = Bootstrap(), Actor(Role.PREFILL), Actor(Role.DECODE)
+    parts = {str(at): {"engine_id": f"e_dp{at + 2}", "worker_addr": {"0": {"0": "tcp://h:1"}}} for at in range(2)}
+    server.answer = json.dumps(parts).encode()
+    for one in (server, prefill, decode):
+        await one.begin()
+        stack.callback(one.end)
+    instances = [
+        *ranks_of(prefill.url, Role.PREFILL, 2, 2, "mooncake", server.url),
+        Instance("d0", "b", Role.DECODE, decode.url, "mooncake"),
+    ]
+    proxy = await fleet(instances, expose_route=True)
+    seen: set[str] = set()
+    for _ in range(4):
+        answer = await proxy.client.post("/v1/completions", json=STAGE_BODY)
+        assert answer.status_code == 200, answer.text
+        number = answer.headers["x-kvparams-prefill"].removeprefix("p0-dp")
+        told = json.loads(decode.bodies[-1])["kv_transfer_params"]
+        assert (told["remote_engine_id"], told["remote_bootstrap_addr"]) == (f"e_dp{number}", server.url)
+        seen.add(number)
+    assert seen == {"2", "3"}
