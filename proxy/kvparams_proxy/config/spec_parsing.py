@@ -229,6 +229,12 @@ class RemoteInstanceEntry(SettingsModel):
                 raise ValueError(f"{name} must be tcp://host:port; each rank publishes at a port of its own")
             if int((rank_stream(stream, last) or "").rpartition(":")[2]) > _LAST_PORT:
                 raise ValueError(f"the port of {name} is too high: each rank publishes at the next one")
+        events, replay = (cast("str | None", info.data.get(name)) for name in ("kv_events", "kv_events_replay"))
+        if events is not None and replay is not None and _overlap(events, replay, ranks):
+            raise ValueError(
+                f"the ports of kv_events and kv_events_replay must be {ranks.count} or more apart: each rank has the "
+                "next of both"
+            )
         return ranks
 
     def to_specs(self, rules: SpecRules) -> tuple[InstanceSpec, ...]:
@@ -281,6 +287,12 @@ def parse_specs(document: object, where: str, rules: SpecRules, problems: Config
     except ValidationError as error:
         problems.add_errors(error, where)
         return ()
+
+
+def _overlap(events: str, replay: str, ranks: RankRange) -> bool:
+    """Returns whether a port of one rank would be another port of another one."""
+    (host, _, port), (other, _, other_port) = events.rpartition(":"), replay.rpartition(":")
+    return host == other and abs(int(port) - int(other_port)) < ranks.count
 
 
 def default_store(connector: str, rules: SpecRules) -> str | None:

@@ -73,6 +73,11 @@ def test_what_ranks_cannot_be_combined_with_is_refused() -> None:
     assert "ranks: kv_events must be tcp://host:port" in problem
     (problem,) = problems_of(P0 | {"ranks": 2, "kv_events": "tcp://h:65535"})
     assert "ranks: the port of kv_events is too high" in problem
+    near = {"kv_events": "tcp://h:5557", "kv_events_replay": "tcp://h:5558"}
+    (problem,) = problems_of(P0 | near | {"ranks": 2})
+    assert "ranks: the ports of kv_events and kv_events_replay must be 2 or more apart" in problem
+    assert len(fleet(P0 | near | {"ranks": 1})) == 1  # the controls
+    assert len(fleet(P0 | near | {"ranks": 2, "kv_events_replay": "tcp://h:5559"})) == 2
     (problem,) = problems_of(P0 | {"ranks": 1000, "id": "x" * 125})
     assert "ranks: make the id shorter" in problem
 
