@@ -4,6 +4,7 @@ import json
 import random
 import re
 import socket
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -21,7 +22,9 @@ from tests.interop.vllm.engines import (
     counters,
     start_engine,
     transfer_config,
+    until,
 )
+from tests.interop.vllm.heard import Line
 from tests.interop.vllm.legs import decode, prefill, tokens_of
 from tests.interop.vllm.own_connectors import installed, nixl
 
@@ -67,13 +70,23 @@ def test_ranks_of_a_server_are_read_at_ports_of_their_own(model: Path, bare: Ser
             assert counters(reader)["vllm:kvparams_tokens_loaded_total"] - before == 299
 
 
+def metric(proxy: Server, name: str) -> float:
+    """The value of one series of the proxy."""
+    text = httpx.get(f"{proxy.url}/metrics", timeout=PATIENCE_S, verify=NO_CERTIFICATES).text
+    return next(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"{name} "))
+
+
 def test_the_proxy_sends_each_leg_to_its_rank_and_hears_of_caches(model: Path, bare: Server, tmp_path: Path) -> None:
     """Stock engines and connector: prefill with two ranks, whose publishers have ports of their own."""
     installed("nixl")
-    events = first_of_two_ports()
-    publishes = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{events}"}
+    said, heard = first_of_two_ports(), first_of_two_ports()
+    publishes = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{said}"}
     first, second = nixl("P", "kv_producer"), nixl("D", "kv_consumer")
-    with Processes(tmp_path) as processes:
+    with ExitStack() as stack:
+        for rank in (0, 1):
+            lines = f"tcp://127.0.0.1:{said + rank}", f"tcp://127.0.0.1:{heard + rank}"
+            stack.enter_context(Line(*lines, binds=True))
+        processes = stack.enter_context(Processes(tmp_path))
         engine = start_engine(
             processes,
             "P",
@@ -87,7 +100,7 @@ def test_the_proxy_sends_each_leg_to_its_rank_and_hears_of_caches(model: Path, b
         processes.wait_ready(engine, reader, within_s=READY_S)
         fleet = {
             "instances": [
-                {"id": "P", "url": engine.url, "role": "prefill", "ranks": 2, "kv_events": publishes["endpoint"]},
+                {"id": "P", "url": engine.url, "role": "prefill", "ranks": 2, "kv_events": f"tcp://127.0.0.1:{heard}"},
                 {"id": "D", "url": reader.url, "role": "decode"},
             ]
         }
@@ -116,10 +129,6 @@ def test_the_proxy_sends_each_leg_to_its_rank_and_hears_of_caches(model: Path, b
             found = re.search(rf'^vllm:prompt_tokens_total\{{engine="{rank}".*\}} (\S+)$', text, re.MULTILINE)
             assert found is not None
             assert float(found[1]) == 600 * sum(route == f"P-dp{rank}" for route in routes.values())
-        heard = httpx.get(f"{proxy.url}/metrics", timeout=PATIENCE_S, verify=NO_CERTIFICATES).text
         for rank in (0, 1):
-            found = re.search(
-                rf'^kvparams_proxy_kv_events_batches_total\{{instance="P-dp{rank}"\}} (\S+)$', heard, re.M
-            )
-            assert found is not None, [line for line in heard.splitlines() if "kv_event" in line]
-            assert float(found[1]) > 0
+            name = f'kvparams_proxy_kv_events_batches_total{{instance="P-dp{rank}"}}'
+            until(lambda name=name: metric(proxy, name))
