@@ -34,6 +34,7 @@ class RankedEngine(RecordingEngine):
     foreign: dict[int, int] = field(default_factory=dict[int, int])
     """Requests that /metrics shows besides, by the number of the rank."""
     metrics_reads: int = 0
+    probes: int = 0
 
     @property
     def seen_tokens(self) -> list[int]:
@@ -50,6 +51,7 @@ class RankedEngine(RecordingEngine):
             self.metrics_reads += 1
             return self._metrics()
         if method != "POST":
+            self.probes += path == "/v1/models"
             return await RecordingEngine._answer(self, method, path, headers, body)
         named = headers.get(RANK_HEADER, "")
         self.named_ranks[named] += 1

@@ -218,6 +218,27 @@ async def test_foreign_load_is_that_of_a_rank_and_one_page_has_it_for_all(
     assert "2" not in engine.named_ranks
 
 
+async def test_one_of_all_ranks_is_probed_and_all_come_and_go_by_that(
+    ranked: StartRanks, fleet: StartFleet, stack: AsyncExitStack
+) -> None:
+    engine, alone = await ranked(), await ranked(1)
+    urls = [*ranks_of(engine.url, Role.AGGREGATED), Instance("a1", "b", Role.AGGREGATED, alone.url, "nixl")]
+    proxy = await fleet(urls, modes=AGGREGATED["modes"], probe_interval_s=0.2)
+
+    async def are_ready(count: int) -> bool:
+        return await proxy.metric("kvparams_proxy_ready{") == count
+
+    await until(lambda: are_ready(RANKS + 1))
+    first = engine.probes
+    assert first <= RANKS, "each is asked once at the start"
+    await until(lambda: alone.probes >= 8)
+    assert engine.probes - first <= 1.5 * alone.probes, "not four times as often"
+    await engine.close()
+    await until(lambda: are_ready(1))
+    await engine.listen()
+    await until(lambda: are_ready(RANKS + 1))
+
+
 async def test_a_url_without_connection_is_missing_with_all_its_ranks(
     ranked: StartRanks, fleet: StartFleet, stack: AsyncExitStack
 ) -> None:
