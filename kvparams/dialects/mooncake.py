@@ -49,7 +49,7 @@ MOONCAKE_TABLE: Final = DialectTable(
     notes=(
         "Prefill answers without native keys; who it is, its bootstrap server says (GET /query).",
         "KV is kept only if prefill's one token ended by length: a stop frees it, and decode fails.",
-        "Behind one URL with several data-parallel ranks the prefill leg is pinned; decode is told that rank's id.",
+        "Behind one URL there must be one data-parallel rank, or both legs are pinned to the same one.",
         "Prefill waits for decode for 480 s, and nothing extends that.",
     ),
 )
