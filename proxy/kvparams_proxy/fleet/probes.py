@@ -85,7 +85,7 @@ class Prober:
         self._every_s = every_s
         self._pools = pools
         self._probes: dict[Member, _MemberProbe] = {}
-        self._ranks: dict[object, set[_MemberProbe]] = {}
+        self._ranks: dict[object, dict[_MemberProbe, None]] = {}
         """The probes of all ranks behind one URL, by `ranks_key`."""
         self._free_s = 0.0
         """When the next engine that joins may be probed for the first time."""
@@ -127,8 +127,8 @@ class Prober:
         if probe is not None:
             probe.end()
             key = ranks_key(member.instance)
-            ranks = self._ranks.get(key, set())
-            ranks.discard(probe)
+            ranks = self._ranks.get(key, {})
+            ranks.pop(probe, None)
             if not ranks:
                 self._ranks.pop(key, None)
 
@@ -141,7 +141,7 @@ class Prober:
     def _probe(self, member: Member, loop: asyncio.AbstractEventLoop) -> "_MemberProbe":
         steps = self._steps = self._steps or StepRunner(loop)
         key = ranks_key(member.instance)
-        ranks = set[_MemberProbe]() if key is None else self._ranks.setdefault(key, set())
+        ranks = dict[_MemberProbe, None]() if key is None else self._ranks.setdefault(key, {})
         probe = _MemberProbe(
             self._fleet,
             self._pools,
@@ -154,7 +154,7 @@ class Prober:
             self._clock,
             ranks,
         )
-        ranks.add(probe)
+        ranks[probe] = None
         return probe
 
     def _retry_s(self) -> float:
