@@ -14,12 +14,14 @@ from kvparams.engine_backlog import EngineBacklog
 
 __all__ = [
     "Candidate",
+    "DataParallelRank",
     "Instance",
     "InstanceRestriction",
     "RequestFacts",
     "Role",
     "RoundRobin",
     "SchedulingPolicy",
+    "ranks_key",
 ]
 
 
@@ -30,6 +32,23 @@ class Role(StrEnum):
     DECODE = "decode"
     AGGREGATED = "aggregated"
     """It does both, for requests that are not split."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelRank:
+    """A `DataParallelRank` is one of several engines behind one URL, each with a cache and a scheduler of its own."""
+
+    index: int
+    """Its place among the ranks behind the URL, from 0: by this number requests are sent to it."""
+    count: int
+    """How many ranks are behind the URL."""
+    start: int = 0
+    """The number of the first rank behind the URL; above 0 where other URLs have the ranks before it."""
+
+    @property
+    def number(self) -> int:
+        """Its number in the whole deployment: in the engine's id, metrics and KV events."""
+        return self.start + self.index
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +87,13 @@ class Instance:
     version: str = "1.0"
     """The highest version of the protocol that both it and whoever asked it speak: see `kvparams.versions`. One that
     speaks another is another incarnation."""
+    rank: DataParallelRank | None = None
+    """Which data-parallel rank behind its URL it is; None where the URL is one engine."""
+
+
+def ranks_key(instance: Instance) -> tuple[Role, str] | None:
+    """Returns what all data-parallel ranks of one engine have in common; None for an engine without ranks."""
+    return None if instance.rank is None else (instance.role, instance.url)
 
 
 class Candidate(Protocol):

@@ -6,15 +6,24 @@ registered under the dialect's name in the entry-point group `kvparams.dialects`
 KV are carried to the decode engine unchanged.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvparams.errors import KVParamsError
-from kvparams.instances import RequestFacts, Role
+from kvparams.instances import DataParallelRank, RequestFacts, Role
 from kvparams.params import Mode
 
-__all__ = ["BootstrapInfo", "BootstrapProtocol", "Dialect", "HandoffMissing", "ReleaseRequest", "prompt_ids_key"]
+__all__ = [
+    "BootstrapInfo",
+    "BootstrapProtocol",
+    "Dialect",
+    "HandoffMissing",
+    "ReleaseRequest",
+    "decode_only_keys",
+    "prompt_ids_key",
+    "rank_key",
+]
 
 BootstrapInfo = Mapping[str, object]
 """Where decode engines find one prefill engine: native members of `kv_transfer_params`."""
@@ -45,12 +54,13 @@ class BootstrapProtocol(Protocol):
     port: int
     """Where it listens if nobody says otherwise, on the engine's own host."""
 
-    def parse_info(self, url: str, answer: object) -> BootstrapInfo:
+    def parse_info(self, url: str, answer: object, rank: DataParallelRank | None = None) -> BootstrapInfo:
         """Parses the bootstrap server's answer into the facts about the prefill engine that decode engines need.
 
         Args:
             url: of the bootstrap server, as decode engines reach it, without a slash at its end.
             answer: the JSON that it answered.
+            rank: which of the engine's data-parallel ranks is meant; left out where the engine has no ranks.
 
         Raises:
             HandoffMissing: the answer says nothing that can be used; the message says what is wrong with it.
@@ -115,6 +125,22 @@ class Dialect(Protocol):
                 answered, and may have left something behind all the same.
         """
         ...
+
+
+def decode_only_keys(dialect: Dialect) -> Collection[str]:
+    """Returns the native members that only the decode leg has, for a dialect that carries keys in the body.
+
+    It is the attribute `decode_only_keys` of the dialect; without one, both legs have all.
+    """
+    return getattr(dialect, "decode_only_keys", ())
+
+
+def rank_key(dialect: Dialect) -> str | None:
+    """Returns the member of a leg's body that names the data-parallel rank for it, for a dialect that has one.
+
+    It is the attribute `rank_key` of the dialect. The header `x-data-parallel-rank` goes to every rank besides.
+    """
+    return getattr(dialect, "rank_key", None)
 
 
 def prompt_ids_key(dialect: Dialect) -> str | None:

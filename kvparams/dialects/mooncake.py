@@ -10,10 +10,17 @@ from typing import Final, cast
 
 from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, HandoffMissing, ReleaseRequest
 from kvparams.dialects.native_template import NativeKeysTemplate, constant_native_keys
-from kvparams.dialects.shared_keys import CACHE_SALT, DATA_PARALLEL_RANK, KV_HINT, PROMPT_TOKEN_IDS, leg_flags
+from kvparams.dialects.shared_keys import (
+    CACHE_SALT,
+    DATA_PARALLEL_RANK,
+    KV_HINT,
+    PROMPT_TOKEN_IDS,
+    RANK_SUFFIX,
+    leg_flags,
+)
 from kvparams.dialects.table import DialectTable, NativeKey
 from kvparams.dialects.value_types import ID, URL
-from kvparams.instances import RequestFacts, Role
+from kvparams.instances import DataParallelRank, RequestFacts, Role
 from kvparams.params import Mode
 
 __all__ = ["MOONCAKE", "MOONCAKE_TABLE", "MooncakeBootstrap", "MooncakeDialect"]
@@ -32,7 +39,7 @@ MOONCAKE_TABLE: Final = DialectTable(
     native_keys=(
         *leg_flags("P", "D"),
         NativeKey("transfer_id", ID, "PD", "by which both engines know the transfer", "PD", member="transfer.id"),
-        NativeKey("remote_engine_id", ID, "D", "who holds the KV", "D", member="producer.id"),
+        NativeKey("remote_engine_id", ID, "D", "who holds the KV", "D", member="producer.id", rank_suffix=RANK_SUFFIX),
         NativeKey("remote_bootstrap_addr", URL, "D", "the bootstrap server that knows its workers", "D", address="url"),
         PROMPT_TOKEN_IDS,
         *KV_HINT,
@@ -58,22 +65,24 @@ class MooncakeBootstrap:
     port = 8998
     """`VLLM_MOONCAKE_BOOTSTRAP_PORT`."""
 
-    def parse_info(self, url: str, answer: object) -> BootstrapInfo:
-        """Parses the answer of a bootstrap server with one data-parallel rank.
+    def parse_info(self, url: str, answer: object, rank: DataParallelRank | None = None) -> BootstrapInfo:
+        """Parses the part of a bootstrap server's answer that is about one data-parallel rank.
 
-        The answer is `{"0": {"engine_id": ..., "worker_addr": {"0": {"0": "tcp://..."}}}}`. Behind one URL the engine
-        itself would choose among several ranks, and decode would have to know which.
+        The answer is `{"0": {"engine_id": ..., "worker_addr": {"0": {"0": "tcp://..."}}}}`. Where no rank is meant,
+        there must be only one: the engine itself would choose among several, and decode would have to know which.
         """
         ranks = cast("dict[str, object]", answer) if isinstance(answer, dict) else {}
         if not ranks:
             raise HandoffMissing("its bootstrap server knows no worker yet")
-        if len(ranks) > 1:
+        if rank is None and len(ranks) > 1:
             raise HandoffMissing(
-                f"its bootstrap server names {len(ranks)} data-parallel ranks; give each a URL and a server of its own "
-                "(vLLM's --data-parallel-external-lb)"
+                f"its bootstrap server names {len(ranks)} data-parallel ranks; say so with `ranks: {len(ranks)}` of "
+                "the instance, or give each a URL and a server of its own (vLLM's --data-parallel-external-lb)"
             )
-        (rank,) = ranks.values()
-        members = cast("dict[str, object]", rank) if isinstance(rank, dict) else {}
+        part = next(iter(ranks.values())) if rank is None else ranks.get(str(rank.index))
+        if part is None:
+            raise HandoffMissing(f"its bootstrap server knows no data-parallel rank {rank and rank.index} yet")
+        members = cast("dict[str, object]", part) if isinstance(part, dict) else {}
         engine = members.get("engine_id")
         if not isinstance(engine, str) or not 0 < len(engine) <= _LONGEST or not engine.isprintable():
             raise HandoffMissing("its bootstrap server names no engine_id: is it that of a MooncakeConnector?")

@@ -9,7 +9,14 @@ from typing import Final
 from kvparams.codec import DOCUMENT_KEY
 from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, HandoffMissing, ReleaseRequest
 from kvparams.dialects.native_template import NativeKeysTemplate, required_native_keys
-from kvparams.dialects.shared_keys import CACHE_SALT, DATA_PARALLEL_RANK, KV_HINT, PROMPT_TOKEN_IDS, leg_flags
+from kvparams.dialects.shared_keys import (
+    CACHE_SALT,
+    DATA_PARALLEL_RANK,
+    KV_HINT,
+    PROMPT_TOKEN_IDS,
+    RANK_SUFFIX,
+    leg_flags,
+)
 from kvparams.dialects.table import DialectTable, NativeKey
 from kvparams.dialects.value_types import BLOCK_GROUPS, BLOCKS, HOST, ID, NUMBER, PORT, SIZE, WHOLE, EnumType
 from kvparams.instances import RequestFacts, Role
@@ -44,6 +51,7 @@ NIXL_TABLE: Final = DialectTable(
             member="producer.id",
             member_legs="RD",
             default_values=_NULL,
+            rank_suffix=RANK_SUFFIX,
         ),
         NativeKey(
             "remote_block_ids", BLOCKS, "PRDA", "the blocks that hold it", "RDA", default_values=_NULL, until="0.20"

@@ -27,7 +27,7 @@ from kvparams.dialects.value_types import (
     ValueType,
 )
 from kvparams.field_types import MAX_ITEMS, MAX_LABEL
-from kvparams.instances import RequestFacts
+from kvparams.instances import DataParallelRank, RequestFacts
 from kvparams.params import Mode
 
 __all__ = ["BOOTSTRAP_KEYS", "SGLANG", "SGLANG_TABLE", "SGLangBootstrap", "SGLangDialect"]
@@ -116,15 +116,16 @@ class SGLangBootstrap:
     port = 8998
     """`--disaggregation-bootstrap-port`."""
 
-    def parse_info(self, url: str, answer: object) -> BootstrapInfo:
+    def parse_info(self, url: str, answer: object, rank: DataParallelRank | None = None) -> BootstrapInfo:
         """Returns the address of the bootstrap server, which answers as soon as every rank has registered.
 
-        Decode asks it for the rest, a room's data-parallel rank among it.
+        Decode asks it for the rest, a room's data-parallel rank among it unless that is said.
         """
         if not isinstance(answer, dict) or "dp_size" not in answer:
             raise HandoffMissing("its bootstrap server names no ranks: is it that of an SGLang prefill engine?")
         there = urlsplit(url)
-        return {"bootstrap_host": there.hostname or "", "bootstrap_port": there.port or 80}
+        place: dict[str, object] = {"bootstrap_host": there.hostname or "", "bootstrap_port": there.port or 80}
+        return place if rank is None else place | {"disagg_prefill_dp_rank": rank.index}
 
 
 class SGLangDialect:
@@ -137,6 +138,9 @@ class SGLangDialect:
     lease_s = 300.0
     """`SGLANG_DISAGGREGATION_WAITING_TIMEOUT`: then both engines give up."""
     bootstrap: BootstrapProtocol | None = SGLangBootstrap()
+    rank_key = "routed_dp_rank"
+    """See `kvparams.dialects.interface`, as for the next one."""
+    decode_only_keys = frozenset({"disagg_prefill_dp_rank"})
 
     def can_split(self, request: RequestFacts) -> bool:
         """Returns True for a request with one choice.

@@ -13,6 +13,7 @@ __all__ = [
     "DATA_PARALLEL_RANK",
     "KV_HINT",
     "PROMPT_TOKEN_IDS",
+    "RANK_SUFFIX",
     "hint_keys",
     "leg_flags",
     "without_releases",
@@ -36,6 +37,9 @@ DATA_PARALLEL_RANK: Final = NativeKey(
     location="headers",
 )
 """vLLM 0.32.0 entrypoints/generate/base/serving.py."""
+
+RANK_SUFFIX: Final = "_dp"
+"""In vLLM's engine ids, which are else the same for all ranks: vLLM 0.32.0 v1/engine/core.py (`run_engine_core`)."""
 
 PROMPT_TOKEN_IDS: Final = NativeKey(
     "prompt_token_ids",

@@ -23,9 +23,10 @@ from kvparams.native import NATIVE
 
 __all__ = ["HANDOFF_REFUSAL_REASONS", "DeclaredAddress", "HandoffRefused", "HandoffVerifier", "parse_declared_address"]
 
-HandoffRefusalReason = Literal["address", "value"]
-HANDOFF_REFUSAL_REASONS: Final[tuple[HandoffRefusalReason, ...]] = ("address", "value")
-"""An address that is not the instance's; a value that the dialect's table does not allow."""
+HandoffRefusalReason = Literal["address", "value", "rank"]
+HANDOFF_REFUSAL_REASONS: Final[tuple[HandoffRefusalReason, ...]] = ("address", "value", "rank")
+"""An address that is not the instance's; a value that the dialect's table does not allow; a data-parallel rank that was
+not asked."""
 
 _OURS: Final[Mapping[str, AddressKind]] = {"address": "url"}
 """Of our own document: `producer.address`."""
@@ -200,7 +201,11 @@ class HandoffVerifier:
         """`tables` of every dialect, routed with or not: their addresses are looked for in every answer."""
         self._kinds: dict[str, AddressKind] = dict(_OURS)
         self._known: dict[str, dict[str, _KnownKey]] = {}
+        self._rank_suffixes: dict[str, dict[str, str]] = {}
+        """By dialect and key."""
         for table in tables:
+            suffixes = {row.name: row.rank_suffix for row in table.native_keys if row.rank_suffix is not None}
+            self._rank_suffixes[table.name] = suffixes
             known = self._known[table.name] = {}
             for row in table.native_keys:
                 if row.address is not None:
@@ -211,17 +216,27 @@ class HandoffVerifier:
                     known[row.name] = _KnownKey(forms, held)
         self._own: dict[Instance, _InstanceAddresses] = {}
 
-    def verify(self, instance: Instance, said: Mapping[str, object], reached: Collection[str] = ()) -> None:
+    def verify(
+        self,
+        instance: Instance,
+        said: Mapping[str, object],
+        reached: Collection[str] = (),
+        *,
+        is_pinned: bool = True,
+    ) -> None:
         """Raises if a decode engine may not be given these members.
 
         Args:
             instance: who has answered.
             said: native members of `kv_transfer_params`, or an endpoint of our document.
             reached: the IP addresses that the host of its URL has led to.
+            is_pinned: whether the engine runs such requests on the data-parallel rank that they name.
 
         Raises:
-            HandoffRefused: it names an address that is not the instance's, or a value out of bounds.
+            HandoffRefused: it names an address that is not the instance's, a value out of bounds, or another rank.
         """
+        if instance.rank is not None and is_pinned:
+            self._check_rank(instance, instance.rank.number, said)
         own = self._own.get(instance)
         if own is None:
             if len(self._own) >= _REMEMBERED:
@@ -249,6 +264,15 @@ class HandoffVerifier:
             self._look(instance, own, said, reached)
         elif not new:
             own.shape = _AnswerShape.of(said, changing)
+
+    def _check_rank(self, instance: Instance, number: int, said: Mapping[str, object]) -> None:
+        """Refuses what another rank than `number` says: its KV would be fetched, and the load counted elsewhere."""
+        for name, suffix in self._rank_suffixes.get(instance.dialect, {}).items():
+            value = said.get(name)
+            if isinstance(value, str) and not value.endswith(f"{suffix}{number}"):
+                ending = value.rpartition(suffix)
+                named = f"{suffix}{ending[2][:8]}" if ending[1] else "no rank"
+                raise _refused(instance, "rank", f"{name} with {named!r} instead of {f'{suffix}{number}'!r}")
 
     def _judge(self, instance: Instance, own: _InstanceAddresses, name: str, value: object) -> bool:
         """Returns True if the value has a permitted form and has to be searched for addresses."""
@@ -351,6 +375,12 @@ def _owned(own: _InstanceAddresses, place: tuple[str, int | None] | None, reache
 def _refused(instance: Instance, reason: HandoffRefusalReason, what: str) -> HandoffRefused:
     if reason == "value":
         said = "the prefill engine's answer has a value that is impossible for its connector"
+        return HandoffRefused(said, reason, f"{instance.id} answered {what}")
+    if reason == "rank":
+        said = (
+            "the prefill engine's answer is of another data-parallel rank than the one that was asked; check `ranks` "
+            "of the instance"
+        )
         return HandoffRefused(said, reason, f"{instance.id} answered {what}")
     said = (
         "the prefill engine's answer names an address that is not declared for the engine. The proxy's log has "

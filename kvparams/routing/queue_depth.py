@@ -7,7 +7,7 @@ import re
 from math import isfinite
 from typing import Final
 
-__all__ = ["QueueDepthError", "parse_cache_usage", "parse_queue_depth"]
+__all__ = ["QueueDepthError", "parse_cache_usages", "parse_queue_depths"]
 
 _NAMES: Final = (
     b"vllm:num_requests_running",
@@ -27,7 +27,7 @@ _PRIORITY: Final = re.compile(rb'(?:^|,)priority="[^"]')
 """SGLang repeats each total by priority."""
 _USAGE_NAMES: Final = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
 """The share of the KV cache that is used, from 0 to 1, in the same places; `gpu_cache_usage_perc` until vLLM 0.10."""
-_USAGE: Final = re.compile(rb"(?:\{[^\n]{0,2048}\})?[ \t]+([0-9.eE+-]{1,32})")
+_USAGE: Final = re.compile(rb"(?:\{([^\n]{0,2048})\})?[ \t]+([0-9.eE+-]{1,32})")
 """Labels and value, behind the name."""
 _MOST_SAMPLES: Final = 1024
 _LONGEST_LINE: Final = 4096
@@ -40,14 +40,15 @@ class QueueDepthError(ValueError):
     """The metrics have the wanted names, and no plausible numbers with them."""
 
 
-def parse_queue_depth(text: bytes | bytearray) -> int | None:
-    """Returns the requests that an engine runs or queues, over all its data-parallel ranks.
+def parse_queue_depths(text: bytes | bytearray) -> dict[str, int]:
+    """Returns the requests that each data-parallel rank of an engine runs or queues.
 
     Args:
         text: metrics in Prometheus' text format. The time is linear in its length.
 
     Returns:
-        The number, or None where the text has none of the names.
+        The numbers by rank, of which an engine without ranks has one: the empty text, or `0` in vLLM. Nothing where
+        the text has none of the names.
 
     Raises:
         QueueDepthError: a number is missing, negative, not finite or implausibly high, or there are too many.
@@ -79,20 +80,18 @@ def parse_queue_depth(text: bytes | bytearray) -> int | None:
             rank = _RANK.search(labels)
             key = (name, b"" if rank is None else rank[1])
             found[key] = max(found.get(key, 0.0), _count(value))
-    if not found:
-        return None
-    total = sum(found.values())
-    if total > _MOST_REQUESTS:
+    if sum(found.values()) > _MOST_REQUESTS:
         raise QueueDepthError("there are implausibly many requests")
-    return round(total)
+    depths: dict[str, float] = {}
+    for (_, named), count in found.items():
+        key = named.decode("utf-8", "replace")
+        depths[key] = depths.get(key, 0.0) + count
+    return {key: round(count) for key, count in depths.items()}
 
 
-def parse_cache_usage(text: bytes | bytearray) -> float | None:
-    """Returns the share of the KV cache that is used, the highest of all data-parallel ranks; None if it is not told.
-
-    `text`: see `parse_queue_depth`.
-    """
-    highest: float | None = None
+def parse_cache_usages(text: bytes | bytearray) -> dict[str, float]:
+    """Returns the share of the KV cache that is used, by data-parallel rank: see `parse_queue_depths`."""
+    highest: dict[str, float] = {}
     for name in _USAGE_NAMES:
         at = -1
         for _ in range(_MOST_SAMPLES):
@@ -103,11 +102,13 @@ def parse_cache_usage(text: bytes | bytearray) -> float | None:
             if sample is None or (at and text[at - 1] != 0x0A):  # a comment, or another name
                 continue
             try:
-                share = float(sample[1])
+                share = float(sample[2])
             except ValueError:
                 continue
             if 0.0 <= share <= 1.0:
-                highest = share if highest is None else max(highest, share)
+                named = _RANK.search(sample[1] or b"")
+                key = "" if named is None else named[1].decode("utf-8", "replace")
+                highest[key] = max(highest.get(key, share), share)
     return highest
 
 

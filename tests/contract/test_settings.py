@@ -21,12 +21,12 @@ _FOUND: Final = run_path(str(Path(__file__).parents[2] / "docs" / "_generate.py"
 ENGINES: Final = cast("Mapping[str, type[EngineSettings]]", _FOUND["ENGINES"])
 STORES: Final = cast("Mapping[str, type[StoreSettings]]", _FOUND["STORES"])
 """The models that the reference documentation is made from."""
-MOST: Final = 136
+MOST: Final = 137
 """Whoever adds a setting takes another one away, or says here why not.
 
-The last six: `log-level` and `log-format`, which every log has; `takeover`, the place that two processes have in
+The last seven: `log-level` and `log-format`, which every log has; `takeover`, the place that two processes have in
 common; `startup-check`, for engines whose time is too precious for a request that nobody has asked for; the token of
-viewers, which is not that of admins; `model-alias`, since nothing else names models.
+viewers, which is not that of admins; `model-alias`, since nothing else names models; `ranks`, which no engine tells.
 """
 FLEET: Final = (ProxyOptions, InstanceEntry, EngineTLSFiles, ModeEntry, ConditionEntry)
 SECRET: Final = {"user", "password_file", "secret_file", "ca", "cert", "key", "local", "devices", "metadata", "peers"}

@@ -78,6 +78,7 @@ async def _opened(
             entry.credentials.tls,
             server_name=entry.credentials.server_name,
             key=entry.credentials.key,
+            rank=None if entry.rank is None else entry.rank.index,
         )
         for entry in entries
     }

@@ -6,7 +6,6 @@ start.
 
 import argparse
 import ssl
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams.settings_model import describe_setting_error, did_you_mean, find_setting_errors
 from kvparams_proxy.cli import production_stack_flags
 from kvparams_proxy.cli.discovery_configuration import discovery_providers
+from kvparams_proxy.cli.engine_flags import engine_specs
 from kvparams_proxy.cli.production_stack_flags import StaticFleet
 from kvparams_proxy.cli.security_configuration import (
     admin_token,
@@ -39,8 +39,7 @@ from kvparams_proxy.config.picker_url import PickerURL, parse_picker_url
 from kvparams_proxy.config.settings import DEFAULT_MODES, Settings, default_spec_rules
 from kvparams_proxy.config.sharing import SharingSettings
 from kvparams_proxy.config.signing import SigningSettings
-from kvparams_proxy.config.spec_fields import check_addresses, check_connector, check_id, check_label, check_url
-from kvparams_proxy.config.spec_parsing import check_bootstrap_allowed, default_store, parse_spec
+from kvparams_proxy.config.spec_fields import check_addresses, check_connector, check_label
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.registry.credentials import CredentialSources, load_credentials
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, LabelSelector, SpecRules
@@ -94,7 +93,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     static = production_stack_flags.read_production_stack_flags(arguments, problems)
     rules = _rules(arguments, static, problems)
     flags = _flags(arguments, rules, problems)
-    given = _entries(arguments, static, rules, problems)
+    given = engine_specs(arguments, static, rules, problems)
     if any(entry.url.startswith("https:") for entry in given) and rules.credential_sources.tls is None:
         rules = replace(rules, credential_sources=replace(rules.credential_sources, tls=EngineTLSSettings()))
     rules = replace(
@@ -316,61 +315,6 @@ def _selector(role: Role, text: str, problems: ConfigProblems) -> LabelSelector:
             return {}
         wanted[label] = wanted.get(label, frozenset()) | {value}
     return wanted
-
-
-def _entries(
-    arguments: argparse.Namespace, static: StaticFleet, rules: SpecRules, problems: ConfigProblems
-) -> tuple[InstanceSpec, ...]:
-    """Returns the fleet entries for the engines that flags name."""
-    entries: list[InstanceSpec] = []
-    bootstraps = _bootstraps(arguments, rules, problems)
-    for role in Role:
-        for number, text in enumerate(cast("Sequence[str]", getattr(arguments, role.value))):
-            name, equals, url = text.partition("=")
-            if not equals or "://" in name:
-                name, url = f"{role}-{number}", text
-            bootstrap = bootstraps.pop(name, None) if role is Role.PREFILL else None
-            try:
-                id, url = check_id(name), check_url(url)
-                entry = InstanceSpec(
-                    id,
-                    url,
-                    role,
-                    rules.connector,
-                    bootstrap=bootstrap,
-                    addresses=rules.addresses,
-                    store=default_store(rules.connector, rules),
-                )
-            except ValueError as error:
-                problems.add(f"--{role} number {number + 1}", f"[NAME=]URL {error}")
-            else:
-                entries.append(entry)
-    for name in bootstraps:
-        nearest = did_you_mean(name, [entry.id for entry in entries if entry.role is Role.PREFILL]).rstrip()
-        hint = f"; {nearest}" if nearest else ""
-        problems.add("--bootstrap", f"there is no --prefill engine with the name {name[:64]!r}{hint}")
-    for document in static.documents:
-        entry = parse_spec(document, "--static-backends", rules, problems)
-        if entry is not None:
-            entries.append(entry)
-    return tuple(entries)
-
-
-def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: ConfigProblems) -> dict[str, str]:
-    """Parses the bootstrap server URLs given by flags, keyed by engine name."""
-    found: dict[str, str] = {}
-    for text in cast("Sequence[str]", arguments.bootstrap):
-        name, _, url = text.partition("=")
-        try:
-            found[check_id(name)] = check_url(url)
-        except ValueError:
-            problems.add("--bootstrap", "must be NAME=http://host:port, where NAME is the name of a --prefill engine")
-    if found:
-        try:
-            check_bootstrap_allowed(Role.PREFILL, rules.connector, rules)
-        except ValueError as error:
-            problems.add("--bootstrap", str(error))
-    return found
 
 
 def _tokenizers(options: ProxyOptions, problems: ConfigProblems) -> TokenizersByModel:

@@ -199,6 +199,8 @@ def _instance_lines(
     has_common_key = _has_common_key(rules, _entries(arguments, asked))
     given = {instance.id for instance in asked.settings.instances}
     for entry in _entries(arguments, asked):
+        if entry.rank is not None and entry.rank.index > 0:
+            continue  # the first rank stands for all of them
         source = asked.file
         if entry.id in given:
             flag = entry.role.value if getattr(arguments, entry.role.value, None) else "static_backends"

@@ -115,7 +115,8 @@ def add_engine_flags(group: "argparse._ArgumentGroup", url: str) -> None:  # pyr
             default=[],
             metavar="[NAME=]URL",
             help=f"the URL of an engine with the role {role}, {url}; repeat the option for each engine (default names: "
-            f"{role}-0, {role}-1, ...)",
+            f"{role}-0, {role}-1, ...). With ?ranks=N at its end, each of N data-parallel ranks behind it is an engine "
+            "of its own",
         )
 
 

@@ -15,7 +15,8 @@ def notes_of_shared_urls(entries: Sequence[InstanceSpec]) -> list[str]:
     first: dict[tuple[Role, str], InstanceSpec] = {}
     for entry in entries:
         other = first.setdefault((entry.role, _identity(entry.url)), entry)
-        if other is not entry:
+        are_ranks = other.rank is not None and entry.rank is not None and other.rank != entry.rank
+        if other is not entry and not are_ranks:
             notes.append(f"WARNING: {other.id} and {entry.id} are the same {entry.role} engine {entry.url}; remove one")
     for (role, url), entry in first.items():
         other = first.get((Role.PREFILL, url))

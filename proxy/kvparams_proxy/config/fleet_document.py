@@ -53,14 +53,20 @@ def _check_instances(value: object, info: ValidationInfo) -> tuple[InstanceSpec,
         if isinstance(id, str) and (first := seen.setdefault(id, number)) != number:
             errors.append(error_at((number, "id"), f"{id[:128]!r} is already the id of instances[{first}]"))
         try:
-            spec = InstanceEntry.model_validate(item, context=rules).to_spec(rules)
+            ranks = InstanceEntry.model_validate(item, context=rules).to_specs(rules)
         except ValidationError as error:
             found = placed_errors(error, number)
             # Labels find no role where `roles` or `defaults` is wrong; that is said already.
             guessed = not roles_are_known and isinstance(item, dict) and "role" not in item
             errors += [one for one in found if not (guessed and one.get("loc") == (number, "role"))]
             continue
-        specs.append(spec)
+        specs += ranks
+        if len(specs) > MAX_INSTANCES:
+            errors.append(error_at((number, "ranks"), f"there are more than {MAX_INSTANCES} instances with all ranks"))
+            break
+        spec = ranks[0]
+        if spec.rank is not None:
+            errors += _collisions(ranks, number, seen)
         if (first := seen.setdefault((spec.role, spec.url), number)) != number:
             errors.append(
                 error_at((number, "url"), f"instances[{first}] is the same {spec.role} engine; remove one of them")
@@ -68,6 +74,16 @@ def _check_instances(value: object, info: ValidationInfo) -> tuple[InstanceSpec,
     if errors:
         raise ValidationError.from_exception_data("instances", errors)
     return tuple(specs)
+
+
+def _collisions(ranks: tuple[InstanceSpec, ...], number: int, seen: dict[object, int]) -> list[InitErrorDetails]:
+    """Returns an error for each rank whose id is another instance's. `seen` has the entries by id; ranks are added."""
+    found = ((spec.id, seen.setdefault(spec.id, number)) for spec in ranks)
+    return [
+        error_at((number, "ranks"), f"a rank would be called {id[:128]!r}, which is already the id of instances[{at}]")
+        for id, at in found
+        if at != number
+    ]
 
 
 def _rules_with(sections: Mapping[str, Any], rules: SpecRules) -> SpecRules:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Typ
 from kvparams.instances import Role
 from kvparams.routing.handoff_verifier import parse_declared_address
 from kvparams.settings_model import Allowed, SettingsModel, check_setting, must_be_one_of
-from kvparams_proxy.fleet.registry.instance_spec import SpecRules
+from kvparams_proxy.fleet.registry.instance_spec import RankRange, SpecRules
 from kvparams_proxy.tls import EngineTLSSettings
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "FilePath",
     "InstanceId",
     "Labels",
+    "Ranks",
     "Selector",
     "ShortText",
     "StoreName",
@@ -40,6 +41,7 @@ __all__ = [
     "check_label",
     "check_path",
     "check_printable",
+    "check_ranks",
     "check_url",
     "rules_of",
 ]
@@ -65,6 +67,9 @@ _CONNECTOR_OF_CLASS: Final = {
 _MISTYPED: Final = 0.9
 """How similar a name must be to that of a class; most names end with `connector`."""
 _MAX_CLASS_NAME: Final = 128
+_MAX_RANKS: Final = 1024
+_MAX_RANK: Final = 4095
+_RANKS: Final = re.compile(r"(\d{1,4})-(\d{1,4})")
 _VISIBLE: Final = re.compile(r"[!-~]{1,2048}")
 
 
@@ -169,6 +174,25 @@ def check_path(value: object, info: ValidationInfo) -> Path:
     return rules_of(info).folder / value
 
 
+def check_ranks(value: object) -> RankRange:
+    """Returns the data-parallel ranks behind a URL, from their number or from the first and the last.
+
+    Raises:
+        ValueError: with the reason in words.
+    """
+    given = _RANKS.fullmatch(value) if isinstance(value, str) else None
+    if given is not None:
+        ranks = RankRange(int(given[2]) - int(given[1]) + 1, int(given[1]))
+    else:
+        ranks = RankRange(value if type(value) is int else 0)
+    if not 1 <= ranks.count <= _MAX_RANKS or ranks.start + ranks.count - 1 > _MAX_RANK:
+        raise ValueError(
+            f"must be the number of data-parallel ranks behind the URL, from 1 to {_MAX_RANKS}, or the first and the "
+            "last of them, such as 4-7"
+        )
+    return ranks
+
+
 def _check_address(text: str) -> str:
     parse_declared_address(text)
     return text
@@ -246,6 +270,7 @@ Addresses = Annotated[
 ]
 EventStream = Annotated[str, PlainValidator(_check_stream)]
 Switch = Annotated[bool, Allowed("true or false")]
+Ranks = Annotated[RankRange, PlainValidator(check_ranks)]
 FilePath = Annotated[Path, PlainValidator(check_path)]
 
 

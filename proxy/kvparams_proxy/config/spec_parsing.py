@@ -21,15 +21,26 @@ from kvparams_proxy.config.spec_fields import (
     FilePath,
     InstanceId,
     Labels,
+    Ranks,
     Selector,
     ShortText,
     StoreName,
     Switch,
+    check_id,
     rules_of,
 )
 from kvparams_proxy.config_errors import ConfigProblems
 from kvparams_proxy.fleet.registry.credentials import NO_CREDENTIALS, CredentialSources
-from kvparams_proxy.fleet.registry.instance_spec import KV_EVENTS_REQUIREMENT, InstanceSpec, LabelSelector, SpecRules
+from kvparams_proxy.fleet.registry.instance_spec import (
+    KV_EVENTS_REQUIREMENT,
+    InstanceSpec,
+    LabelSelector,
+    RankRange,
+    SpecRules,
+    rank_id,
+    rank_stream,
+    specs_by_rank,
+)
 from kvparams_proxy.tls import EngineTLSSettings
 
 __all__ = [
@@ -39,9 +50,10 @@ __all__ = [
     "RolesSection",
     "check_bootstrap_allowed",
     "default_store",
-    "parse_spec",
+    "parse_specs",
 ]
 
+_LAST_PORT: Final = 65_535
 _NOT_REMOTE: Final = "is not accepted by the admin API; put it into `defaults` of the fleet file"
 
 
@@ -153,6 +165,13 @@ class RemoteInstanceEntry(SettingsModel):
         Field(description="the build or KV layout; only engines with equal values are paired"),
     ] = None
     drain: Annotated[Switch, Field(description="send no new requests to this engine")] = False
+    ranks: Annotated[
+        Ranks | None,
+        Field(
+            description="the data-parallel ranks behind the URL: their number, or the first and the last; each is an "
+            "instance of its own; see [data-parallel ranks](operations.md#data-parallel-ranks-behind-one-url)"
+        ),
+    ] = None
 
     @field_validator("role")
     @classmethod
@@ -191,8 +210,41 @@ class RemoteInstanceEntry(SettingsModel):
             raise ValueError("is given, but kv_events is missing; it only fills gaps of kv_events")
         return stream
 
-    def to_spec(self, rules: SpecRules) -> InstanceSpec:
-        """Returns the instance. Credentials that it names itself are to be loaded; others are those of the rules."""
+    @field_validator("ranks")
+    @classmethod
+    def _check_ranks(cls, ranks: RankRange | None, info: ValidationInfo) -> RankRange | None:
+        if ranks is None:
+            return None
+        last = ranks.start + ranks.count - 1
+        if "id" in info.data:
+            try:
+                check_id(rank_id(info.data["id"], last))
+            except ValueError:
+                raise ValueError("make the id shorter: each rank gets an id of its own, such as id-dp0") from None
+        for name in ("kv_events", "kv_events_replay"):
+            stream = cast("str | None", info.data.get(name))
+            if stream is None:
+                continue
+            if not stream.startswith("tcp:"):
+                raise ValueError(f"{name} must be tcp://host:port; each rank publishes at a port of its own")
+            if int((rank_stream(stream, last) or "").rpartition(":")[2]) > _LAST_PORT:
+                raise ValueError(f"the port of {name} is too high: each rank publishes at the next one")
+        events, replay = (cast("str | None", info.data.get(name)) for name in ("kv_events", "kv_events_replay"))
+        if events is not None and replay is not None and _overlap(events, replay, ranks):
+            raise ValueError(
+                f"the ports of kv_events and kv_events_replay must be {ranks.count} or more apart: each rank has the "
+                "next of both"
+            )
+        return ranks
+
+    def to_specs(self, rules: SpecRules) -> tuple[InstanceSpec, ...]:
+        """Returns the instance, or one for each of its ranks.
+
+        Credentials that it names itself are to be loaded; others are those of the rules.
+        """
+        return specs_by_rank(self._to_spec(rules), self.ranks)
+
+    def _to_spec(self, rules: SpecRules) -> InstanceSpec:
         places = rules.credential_sources
         if isinstance(self, CredentialMembers):
             places = self.credential_sources(rules)
@@ -224,14 +276,23 @@ class InstanceEntry(CredentialMembers, RemoteInstanceEntry):
     names_elsewhere: ClassVar[Mapping[str, str]] = {}
 
 
-def parse_spec(document: object, where: str, rules: SpecRules, problems: ConfigProblems) -> InstanceSpec | None:
-    """Returns the instance of one entry; None if the entry cannot be used, which is added to `problems`."""
+def parse_specs(document: object, where: str, rules: SpecRules, problems: ConfigProblems) -> tuple[InstanceSpec, ...]:
+    """Returns the instances of one entry, several if it has ranks.
+
+    If the entry cannot be used, there are none, and what is wrong is added to `problems`.
+    """
     kind = InstanceEntry if rules.may_name_credentials else RemoteInstanceEntry
     try:
-        return kind.model_validate(document, context=rules).to_spec(rules)
+        return kind.model_validate(document, context=rules).to_specs(rules)
     except ValidationError as error:
         problems.add_errors(error, where)
-        return None
+        return ()
+
+
+def _overlap(events: str, replay: str, ranks: RankRange) -> bool:
+    """Returns whether a port of one rank would be another port of another one."""
+    (host, _, port), (other, _, other_port) = events.rpartition(":"), replay.rpartition(":")
+    return host == other and abs(int(port) - int(other_port)) < ranks.count
 
 
 def default_store(connector: str, rules: SpecRules) -> str | None:

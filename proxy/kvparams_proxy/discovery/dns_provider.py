@@ -12,7 +12,7 @@ from ipaddress import IPv6Address, ip_address
 from typing import TYPE_CHECKING, Final, NamedTuple, NoReturn, cast
 
 from kvparams_proxy.config.discovery_url import DNSSource
-from kvparams_proxy.config.spec_parsing import parse_spec
+from kvparams_proxy.config.spec_parsing import parse_specs
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, SpecRules
 from kvparams_proxy.fleet.registry.registry import Registry
@@ -126,7 +126,7 @@ def address_spec(found: FoundAddress, source: DNSSource, rules: SpecRules) -> In
     if source.connector is not None:
         document["connector"] = source.connector
     problems = ConfigProblems()
-    spec = parse_spec(document, source.name, rules, problems)
+    specs = parse_specs(document, source.name, rules, problems)
     problems.raise_if_any()
-    assert spec is not None
+    (spec,) = specs
     return spec

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, NoReturn
 
 from kvparams_proxy.config.discovery_url import KubernetesSource
-from kvparams_proxy.config.spec_parsing import parse_spec
+from kvparams_proxy.config.spec_parsing import parse_specs
 from kvparams_proxy.config_errors import ConfigProblems
 from kvparams_proxy.discovery.kubernetes_api import KubernetesAPI
 from kvparams_proxy.discovery.object_watcher import ObjectWatcher
@@ -73,7 +73,7 @@ class KubernetesProvider:
     def _read_object(self, document: Mapping[str, Any], said: str) -> "_ReadObject":
         """Returns what an object names. `said`: what was said about its last version."""
         try:
-            return _ReadObject(document, tuple(self._spec(each) for each in self._entries(document)))
+            return _ReadObject(document, tuple(spec for each in self._entries(document) for spec in self._specs(each)))
         except ValueError as error:
             problem = str(error)
         if problem != said:
@@ -85,12 +85,11 @@ class KubernetesProvider:
             return tuple(endpoint_slice_entries(document, self._settings.ports[0]))
         return pod_entries(document, self._settings.ports)
 
-    def _spec(self, entry: EngineEntry) -> InstanceSpec:
+    def _specs(self, entry: EngineEntry) -> tuple[InstanceSpec, ...]:
         problems = ConfigProblems()
-        spec = parse_spec(entry.document, "", self._rules, problems)
+        specs = parse_specs(entry.document, "", self._rules, problems)
         problems.raise_if_any()
-        assert spec is not None
-        return replace(spec, uid=entry.uid)
+        return tuple(replace(spec, uid=entry.uid) for spec in specs)
 
 
 class _ReadObject(NamedTuple):

@@ -82,7 +82,10 @@ class ExternalDecodePicker(Collector):
     async def _ask(self, question: DecodeQuestion, answered: Callable[[Instance | None], None]) -> None:
         from kvparams_proxy.ext_proc.client import PickerFailed, PickerQuestion
 
-        named = {endpoint: each for each in question.candidates if (endpoint := self._endpoints.endpoint(each))}
+        named: dict[str, Instance] = {}
+        for each in question.candidates:
+            if endpoint := self._endpoints.endpoint(each):
+                named.setdefault(endpoint, each)  # of data-parallel ranks behind one URL, the least busy
         chosen: Instance | None = None
         try:
             asked = PickerQuestion(question.path, question.request_id, (question.body,), tuple(named))

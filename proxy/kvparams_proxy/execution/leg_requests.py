@@ -44,8 +44,13 @@ def build_leg_request(
     leg: Leg,
     recorder: StreamRecorder | None,
     response_ids: ResponseIds | None = None,
+    rank_key: str | None = None,
 ) -> tuple[bytes, UpstreamBody]:
-    """Returns the path and the body of one leg. `response_ids` names the response of a leg that answers the client."""
+    """Returns the path and the body of one leg.
+
+    `response_ids` names the response of a leg that answers the client. `rank_key` is the member that names the
+    data-parallel rank of the leg's instance, where its dialect has one.
+    """
     body, spans = inbound.body, inbound.member_spans
     path = endpoint.path.encode()
     changes = {**inbound.changes, **leg.changes} if inbound.changes else leg.changes
@@ -54,6 +59,8 @@ def build_leg_request(
     if response_ids is not None and endpoint.kind == "responses" and leg.answers_client:
         named = response_ids.make(inbound.facts.tenant, leg.instance.id)
         changes = {**changes, "request_id": b'"%b"' % named.encode()}
+    if rank_key is not None and leg.instance.rank is not None and endpoint.kind != "other":
+        changes = {**changes, rank_key: b"%d" % leg.instance.rank.index}
     if leg.resume_from is not None and inbound.document is not None:
         path = _RESUMED_AT
         body, spans = edit_with_spans(

@@ -5,7 +5,7 @@ KV that is held for the request is fetched, released or counted as orphaned.
 
 from collections.abc import Mapping, Sequence
 
-from kvparams.dialects.interface import BootstrapInfo, Dialect
+from kvparams.dialects.interface import BootstrapInfo, Dialect, rank_key
 from kvparams.instances import Instance, Role
 from kvparams.routing.handoff_verifier import HandoffRefused
 from kvparams.routing.plan import KVLease, Leg
@@ -97,7 +97,9 @@ class PlanContext:
         resources = self._resources
         pool = resources.pools.get(instance.id)
         try:
-            resources.handoff_verifier.verify(instance, said, () if pool is None else pool.peer_addresses)
+            resources.handoff_verifier.verify(
+                instance, said, () if pool is None else pool.peer_addresses, is_pinned=self.endpoint.pins_rank
+            )
         except HandoffRefused as refused:
             resources.metrics.handoffs_refused[refused.reason] += 1
             raise
@@ -187,7 +189,8 @@ class PlanContext:
             once: whether the leg must not be sent again, even where the engine has most likely not seen it.
         """
         resources = self._resources
-        path, body = build_leg_request(self.endpoint, self.inbound, leg, recorder, resources.response_ids)
+        named = None if leg.instance.rank is None else rank_key(resources.dialects[leg.instance.dialect])
+        path, body = build_leg_request(self.endpoint, self.inbound, leg, recorder, resources.response_ids, named)
         member = resources.fleet.member(leg.instance)  # what has its name may be another instance
         pool = resources.pools.for_member(member)
         headers = self.leg_headers if pool.has_own_key else self.leg_headers + self.client_authorization

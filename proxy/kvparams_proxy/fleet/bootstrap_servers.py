@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, Dialect, HandoffMissing
 from kvparams.errors import JSONTextError
-from kvparams.instances import Instance, Role
+from kvparams.instances import DataParallelRank, Instance, Role
 from kvparams.jsontext.document import JSONLimits, loads
 from kvparams_proxy.event_loop.clock import Clock
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
@@ -49,16 +49,23 @@ class BootstrapServers:
         dialect = self._dialects.get(instance.dialect)
         if dialect is None or dialect.bootstrap is None or instance.role is not Role.PREFILL:
             return None
-        return BootstrapServer(dialect.bootstrap, bootstrap_url(instance, dialect.bootstrap), self._limits, self._clock)
+        url = bootstrap_url(instance, dialect.bootstrap)
+        return BootstrapServer(dialect.bootstrap, url, self._limits, self._clock, instance.rank)
 
 
 class BootstrapServer:
     """The bootstrap server of one instance."""
 
     def __init__(
-        self, bootstrap: BootstrapProtocol, url: str, limits: UpstreamLimits, clock: Clock | None = None
+        self,
+        bootstrap: BootstrapProtocol,
+        url: str,
+        limits: UpstreamLimits,
+        clock: Clock | None = None,
+        rank: DataParallelRank | None = None,
     ) -> None:
         self._bootstrap = bootstrap
+        self._rank = rank
         self._url = url
         self._pool = UpstreamConnectionPool(url, limits, clock=clock)
 
@@ -82,7 +89,10 @@ class BootstrapServer:
         if head.status != 200:
             return None, f"{where} answers {head.status} to GET {self._bootstrap.path}"
         try:
-            return self._bootstrap.parse_info(self._url, loads(raw, _LIMITS)), ""
+            answer = loads(raw, _LIMITS)
+            if self._rank is None:  # a third party's protocol may know of no ranks
+                return self._bootstrap.parse_info(self._url, answer), ""
+            return self._bootstrap.parse_info(self._url, answer, self._rank), ""
         except HandoffMissing as refused:
             return None, f"{refused} ({self._url})"
         except JSONTextError:

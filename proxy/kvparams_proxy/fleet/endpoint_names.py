@@ -47,7 +47,10 @@ class EndpointNames:
         return _join(peers[-1], parts.port) if peers else None
 
     def find(self, endpoint: str, *roles: Role) -> Instance | None:
-        """Returns the instance that is reached there, or None. `roles`: of whom it must have one; none: any."""
+        """Returns the instance that is reached there, or None; of several data-parallel ranks the first.
+
+        `roles`: of whom it must have one; none: any.
+        """
         endpoint = _canonical(endpoint)
         for member in self._fleet.members:
             instance = member.instance
@@ -55,11 +58,11 @@ class EndpointNames:
                 return instance
         return None
 
-    def ids(self, endpoints: Iterable[str]) -> frozenset[str]:
-        """Returns the ids of the instances that are reached at these endpoints."""
+    def ids(self, endpoints: Iterable[str], *roles: Role) -> frozenset[str]:
+        """Returns the ids of the instances that are reached at these endpoints. `roles`: as for `find`."""
         wanted = frozenset(map(_canonical, endpoints))
-        members = self._fleet.members
-        return frozenset(each.instance.id for each in members if self.endpoint(each.instance) in wanted)
+        instances = (each.instance for each in self._fleet.members if not roles or each.instance.role in roles)
+        return frozenset(each.id for each in instances if self.endpoint(each) in wanted)
 
 
 def _split(url: str) -> _URLParts:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from kvparams.dialects.interface import BootstrapInfo
-from kvparams.instances import Instance, RequestFacts, Role
+from kvparams.instances import Instance, RequestFacts, Role, ranks_key
 from kvparams.routing.pairing import PairTarget, pair_key
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.fleet.fleet_members import LAST_LEG_ENDED, FleetMembers
@@ -173,11 +173,19 @@ class Fleet(FleetMembers):
             member.busy = busy
             self._blame.forget(instance)
         if not connected and member.ready:
-            self._record_presence(member, False, member.models, None, None, None, Evidence.LEG, why, answers=False)
+            for each in self._behind_one_url(member):
+                self._record_presence(each, False, each.models, None, None, None, Evidence.LEG, why, answers=False)
         elif opened:
             wait_s = member.breaker.half_open_at - self._now()
             words = f"its legs fail ({why}); others get its work for {wait_s:.1f} s"
             self._changed(member, ChangeCause(Evidence.BREAKER, words))
+
+    def _behind_one_url(self, member: "Member") -> "list[Member]":
+        """Returns the member, and all other data-parallel ranks of its engine: there is one server for all of them."""
+        key = ranks_key(member.instance)
+        if key is None:
+            return [member]
+        return [each for each in self._members.values() if each.ready and ranks_key(each.instance) == key]
 
     # what other proxies tell
 

@@ -3,18 +3,22 @@
 Probes use the data path's connections. Where its dialect has a bootstrap server, an engine is there only when that
 server identifies it.
 
+Data-parallel ranks behind one URL have one server: what it answers for one of them holds for all, and only one is
+asked. A bootstrap server says something else of each rank; there each is asked.
+
 Nothing here waits: a probe is a timer and an exchange, and costs the requests beside it next to nothing. At most one
 probe runs for each member, and none after the member or the prober has gone.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
 from kvparams.dialects.interface import BootstrapInfo
+from kvparams.instances import ranks_key
 from kvparams_proxy.event_loop.clock import Clock, ClockTimer, MonotonicClock
 from kvparams_proxy.event_loop.step_runner import StepRunner, StepTask
 from kvparams_proxy.fleet.bootstrap_servers import BootstrapServers
@@ -81,6 +85,8 @@ class Prober:
         self._every_s = every_s
         self._pools = pools
         self._probes: dict[Member, _MemberProbe] = {}
+        self._ranks: dict[object, dict[_MemberProbe, None]] = {}
+        """The probes of all ranks behind one URL, by `ranks_key`."""
         self._free_s = 0.0
         """When the next engine that joins may be probed for the first time."""
 
@@ -120,6 +126,11 @@ class Prober:
         probe = self._probes.pop(member, None)
         if probe is not None:
             probe.end()
+            key = ranks_key(member.instance)
+            ranks = self._ranks.get(key, {})
+            ranks.pop(probe, None)
+            if not ranks:
+                self._ranks.pop(key, None)
 
     def probe_now(self, member: Member) -> None:
         """Probes a member at once, unless it is being probed."""
@@ -129,9 +140,22 @@ class Prober:
 
     def _probe(self, member: Member, loop: asyncio.AbstractEventLoop) -> "_MemberProbe":
         steps = self._steps = self._steps or StepRunner(loop)
-        return _MemberProbe(
-            self._fleet, self._pools, member, self._every_s, loop, steps, self._retry_s, self._bootstraps, self._clock
+        key = ranks_key(member.instance)
+        ranks = dict[_MemberProbe, None]() if key is None else self._ranks.setdefault(key, {})
+        probe = _MemberProbe(
+            self._fleet,
+            self._pools,
+            member,
+            self._every_s,
+            loop,
+            steps,
+            self._retry_s,
+            self._bootstraps,
+            self._clock,
+            ranks,
         )
+        ranks[probe] = None
+        return probe
 
     def _retry_s(self) -> float:
         """Returns how long a missing engine is left alone: longer in a fleet of hundreds."""
@@ -162,6 +186,7 @@ class _MemberProbe:
         "_loop",
         "_member",
         "_pools",
+        "_ranks",
         "_reading",
         "_retry_s",
         "_steps",
@@ -179,7 +204,10 @@ class _MemberProbe:
         retry_s: Callable[[], float],
         bootstraps: BootstrapServers | None = None,
         clock: Clock | None = None,
+        ranks: Collection["_MemberProbe"] = (),
     ) -> None:
+        self._ranks = ranks
+        """The probes of all ranks behind the same URL, this one included."""
         self._retry_s = retry_s
         self._steps = steps
         self._reading: StepTask | None = None
@@ -284,18 +312,31 @@ class _MemberProbe:
     def _learn(self, said: ProbeResult, place: BootstrapInfo | None = None) -> None:
         ready, why, models, version, base, answers = said
         self._fleet.record_probe(self._member, ready, models, place, version, base, why=why, answers=answers)
+        if self._bootstrap is None:
+            for other in tuple(self._ranks):
+                if other is not self:
+                    other._hear(said)
         self._over()
 
-    def _over(self) -> None:
+    def _hear(self, said: ProbeResult) -> None:
+        """Learns what the server has answered for another rank, and asks later than that rank."""
+        if self._exchange is not None or self._reading is not None:
+            return
+        ready, why, models, version, base, answers = said
+        self._fleet.record_probe(self._member, ready, models, None, version, base, why=why, answers=answers)
+        self._over(_RETRY_S)
+
+    def _over(self, later_s: float = 0.0) -> None:
+        """Schedules the next probe, `later_s` after its time."""
         if self._timer is not None:
             self._timer.cancel()
         if not self._first.done():
             self._first.set_result(None)
         apart_s, self._apart_s = self._apart_s, 0.0
-        self._due = self._loop.time() + self._every_s + apart_s
-        self._wait()
+        self._due = self._loop.time() + self._every_s + apart_s + later_s
+        self._wait(later_s)
 
-    def _wait(self) -> None:
+    def _wait(self, later_s: float = 0.0) -> None:
         """Schedules the next probe.
 
         It comes soon, since a leg without a connection may make a member not ready at any time.
@@ -305,7 +346,7 @@ class _MemberProbe:
         else:
             delay_s = self._retry_s() * (1.0 + self._apart_share)
             self._apart_share = 0.0
-        self._timer = self._loop.call_later(delay_s, self._look)
+        self._timer = self._loop.call_later(delay_s + later_s, self._look)
 
     def _look(self) -> None:
         if self._member.ready and self._loop.time() < self._due:

@@ -7,21 +7,21 @@ well: probes do.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from random import Random
-from typing import Final
+from typing import Final, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvparams.instances import Role
+from kvparams.instances import Role, ranks_key
 from kvparams.routing.foreign_load import ForeignLoad, MeanLeg
-from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usage, parse_queue_depth
+from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usages, parse_queue_depths
 from kvparams_proxy.event_loop.clock import Clock, ClockTimer
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
-from kvparams_proxy.upstream.interface import ExchangeHandle
+from kvparams_proxy.upstream.interface import ExchangeHandle, Upstream
 from kvparams_proxy.upstream.types import ResponseCollector, ResponseHead, UpstreamError, UpstreamTimeout
 
 __all__ = ["QueueDepthGauges", "QueueDepthReader"]
@@ -42,6 +42,7 @@ _TIMEOUT_S: Final = 1.0
 _ABSENT_S: Final = 60.0
 """The interval for an engine that has no metrics, or none that can be read."""
 _MAX_BYTES: Final = 1 << 20
+T = TypeVar("T", int, float)
 _log: Final = logging.getLogger(__name__)
 
 
@@ -68,7 +69,9 @@ class QueueDepthReader:
         """Until when `Member.cache_usage` is wanted, on the clock of `loop`: while somebody looks at it."""
         self._random = random or Random()
         self._shared_until = 0.0
-        self._readers: dict[Member, _MemberReader] = {}
+        self._readers: dict[Member, _PageReader] = {}
+        self._pages: dict[object, _PageReader] = {}
+        """By member, or by engine: one page has the figures of all ranks behind one URL."""
 
     def start(self) -> None:
         """Begins to read. Engines are read at different moments."""
@@ -79,19 +82,23 @@ class QueueDepthReader:
     def close(self) -> None:
         """Stops reading."""
         self.fleet.remove_listener(self)
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
+        for member in list(self._readers):
+            self.left(member)
 
     def joined(self, member: Member) -> None:
         """See `FleetListener`."""
-        self._readers[member] = _MemberReader(self, member)
+        key = ranks_key(member.instance) or member
+        reader = self._pages.get(key)
+        if reader is None:
+            reader = self._pages[key] = _PageReader(self)
+        self._readers[member] = reader
+        reader.add(member)
 
     def left(self, member: Member) -> None:
         """See `FleetListener`."""
         reader = self._readers.pop(member, None)
-        if reader is not None:
-            reader.close()
+        if reader is not None and reader.remove(member):
+            del self._pages[ranks_key(member.instance) or member]
 
     def record_foreign(self) -> None:
         """Records that some engine has foreign load: all are read more often."""
@@ -108,39 +115,47 @@ class QueueDepthReader:
         return interval * self._random.uniform(0.9, 1.1)
 
 
-class _MemberReader:
-    """Reads one member, again and again."""
+class _PageReader:
+    """Reads the metrics of one engine, or of all ranks behind one URL, again and again."""
 
-    __slots__ = ("_absent", "_exchange", "_known", "_load", "_member", "_owner", "_sent_at", "_timeout", "_timer")
+    __slots__ = ("_absent", "_exchange", "_owner", "_ranks", "_sent_at", "_timeout", "_timer")
 
-    def __init__(self, owner: QueueDepthReader, member: Member) -> None:
+    def __init__(self, owner: QueueDepthReader) -> None:
         self._owner = owner
-        self._member = member
-        self._load = ForeignLoad()
+        self._ranks: dict[Member, _MemberLoad] = {}
         self._absent = False
         """Whether the last answer had no figures that can be read."""
         self._exchange: ExchangeHandle | None = None
         self._timeout: ClockTimer | None = None
-        self._known = 0
         self._sent_at = 0.0
         self._timer = owner.loop.call_later(owner.first_delay_s(), self._tick)
 
-    def close(self) -> None:
+    def add(self, member: Member) -> None:
+        """Reads the figures of this member, too."""
+        self._ranks[member] = _MemberLoad(self._owner, member)
+
+    def remove(self, member: Member) -> bool:
+        """Reads the figures of this member no longer. Returns whether it was the last one: then reading ends."""
+        self._ranks.pop(member).apply(0)
+        if self._ranks:
+            return False
         self._timer.cancel()
         if self._timeout is not None:
             self._timeout.cancel()
         if self._exchange is not None:
             self._exchange.discard()
-        self._apply(0)
+        return True
 
     def _tick(self) -> None:
-        owner, member = self._owner, self._member
-        self._apply(self._load.legs(owner.loop.time()))  # it may have become stale
-        pool = owner.pools.get(member.instance.id)
-        if not member.ready or member.has_left or pool is None or pool.shared:
+        owner = self._owner
+        for load in self._ranks.values():
+            load.expire()
+        pool = next(filter(None, (load.usable_pool() for load in self._ranks.values())), None)
+        if pool is None:
             self._wait(owner.interval_s(0.0))
             return
-        self._known = member.known_in_flight
+        for load in self._ranks.values():
+            load.begin()
         self._sent_at = owner.loop.time()
         self._timeout = ClockTimer(owner.loop, owner.clock, _TIMEOUT_S, self._expire)
         self._exchange = pool.exchange(pool.get(_PATH), ResponseCollector(_MAX_BYTES, self._answered))
@@ -162,28 +177,68 @@ class _MemberReader:
         self._wait(_ABSENT_S if self._absent else owner.interval_s(took_s))
 
     def _read(self, raw: bytes) -> None:
-        owner, member = self._owner, self._member
+        owner = self._owner
         self._absent = True
         if owner.loop.time() < owner.cache_usage_until_s:
-            member.cache_usage = parse_cache_usage(raw)
+            usages = parse_cache_usages(raw)
+            for member in self._ranks:
+                member.cache_usage = _of_rank(member, usages, max)
         try:
-            depth = parse_queue_depth(raw)
+            depths = parse_queue_depths(raw)
         except QueueDepthError as error:
             owner.results["refused"] += 1
-            _log.debug("the metrics of %s are ignored: %s", member.instance.id, error)
+            _log.debug("the metrics of %s are ignored: %s", next(iter(self._ranks)).instance.id, error)
             return
-        if depth is None:
+        for member, load in self._ranks.items():
+            depth = _of_rank(member, depths, sum)
+            if depth is not None:
+                self._absent = False
+                load.record(depth)
+        owner.results["read"] += not self._absent
+
+    def _wait(self, delay_s: float) -> None:
+        self._timer = self._owner.loop.call_later(delay_s, self._tick)
+
+
+class _MemberLoad:
+    """The foreign load of one member, from what its page says."""
+
+    __slots__ = ("_known", "_load", "_member", "_owner")
+
+    def __init__(self, owner: QueueDepthReader, member: Member) -> None:
+        self._owner = owner
+        self._member = member
+        self._load = ForeignLoad()
+        self._known: int | None = None
+        """The legs that were known when the page was asked for; None: it was not, since the member joined."""
+
+    def usable_pool(self) -> Upstream | None:
+        """Returns the way to the member; None where it cannot be read now."""
+        member = self._member
+        pool = self._owner.pools.get(member.instance.id)
+        return None if not member.ready or member.has_left or pool is None or pool.shared else pool
+
+    def begin(self) -> None:
+        """Hears that the page is asked for."""
+        self._known = self._member.known_in_flight
+
+    def expire(self) -> None:
+        """Forgets a reading that has become stale."""
+        self.apply(self._load.legs(self._owner.loop.time()))
+
+    def record(self, depth: int) -> None:
+        """Records what the page says."""
+        owner, member, known = self._owner, self._member, self._known
+        if known is None:
             return
-        self._absent = False
-        owner.results["read"] += 1
         backlog = member.backlog
         mean = owner.mean_legs[member.instance.role]
         mean.record(member.own_in_flight, member.own_tokens, backlog.given_legs, backlog.given_s)
         now = owner.loop.time()
-        self._load.record(depth, self._known, member.known_in_flight, now)
-        self._apply(self._load.legs(now))
+        self._load.record(depth, known, member.known_in_flight, now)
+        self.apply(self._load.legs(now))
 
-    def _apply(self, legs: int) -> None:
+    def apply(self, legs: int) -> None:
         """Counts so many foreign legs on the member from now on."""
         owner, member = self._owner, self._member
         if legs:
@@ -192,8 +247,12 @@ class _MemberReader:
             mean = owner.mean_legs[member.instance.role]
             owner.fleet.set_foreign(member, legs, round(legs * mean.tokens), legs * mean.seconds)
 
-    def _wait(self, delay_s: float) -> None:
-        self._timer = self._owner.loop.call_later(delay_s, self._tick)
+
+def _of_rank(member: Member, by_rank: Mapping[str, T], join: Callable[[Iterable[T]], T]) -> T | None:
+    """Returns the figure of a member's rank; of an engine without ranks, that of all together; None without any."""
+    if member.instance.rank is not None:
+        return by_rank.get(str(member.instance.rank.number))
+    return join(by_rank.values()) if by_rank else None
 
 
 class QueueDepthGauges(Collector):

@@ -23,6 +23,7 @@ from kvparams_proxy.server.prefill_partners import LLM_D_PARTNER_HEADER
 __all__ = ["PickerContext"]
 
 _AUTHORIZATION: Final = "authorization"
+_RANK: Final = "x-data-parallel-rank"
 _RETRY_S: Final = 1
 _ANSWERING: Final = (Role.AGGREGATED, Role.DECODE)
 
@@ -61,20 +62,17 @@ class PickerContext:
         first = self.endpoints.endpoint(destination.instance)
         if first is None:
             return []
-        own_key = self._own_key(destination.instance)
-        others = [
-            endpoint
+        headers = self._engine_headers(destination.instance)  # whoever is tried next gets the same ones
+        others = (
+            self.endpoints.endpoint(each)
             for each in pick.alternatives(self.settings.fallbacks)
-            if self._own_key(each) == own_key and (endpoint := self.endpoints.endpoint(each)) is not None
-        ]
-        return [first, *others]
+            if self._engine_headers(each) == headers
+        )
+        return list(dict.fromkeys([first, *(endpoint for endpoint in others if endpoint is not None)]))
 
     def request_headers(self, pick: Pick, destination: Destination) -> dict[str, bytes]:
         """Returns the headers that the request gets."""
-        headers = {"x-request-id": pick.facts.request_id.encode()}
-        key = self._own_key(destination.instance)
-        if key is not None:
-            headers[_AUTHORIZATION] = key
+        headers = {"x-request-id": pick.facts.request_id.encode(), **self._engine_headers(destination.instance)}
         if pick.trace_context is not None:
             name, _, value = pick.trace_context.leg_traceparent_header().rstrip().partition(b": ")
             headers[name.decode()] = value
@@ -101,9 +99,13 @@ class PickerContext:
         said = "the address of the chosen engine is not known yet; try again later"
         return ProxyError(503, "service_unavailable", said, code="no_address", retry_after_s=_RETRY_S)
 
-    def _own_key(self, instance: Instance) -> bytes | None:
+    def _engine_headers(self, instance: Instance) -> dict[str, bytes]:
+        """Returns the headers that only this engine gets: its key, and its data-parallel rank."""
         key = self.registry.credentials_for(instance.id).key
-        return None if key is None else b"Bearer %b" % key.reveal().encode()
+        headers = {} if key is None else {_AUTHORIZATION: b"Bearer %b" % key.reveal().encode()}
+        if instance.rank is not None:
+            headers[_RANK] = b"%d" % instance.rank.index
+        return headers
 
     def _partner_headers(self, pick: Pick, partner: Instance) -> dict[str, bytes]:
         endpoint = self.endpoints.endpoint(partner)

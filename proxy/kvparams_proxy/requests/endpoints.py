@@ -30,6 +30,14 @@ class APIEndpoint:
     """The form of its errors."""
 
     @property
+    def pins_rank(self) -> bool:
+        """True if engines run its requests on the data-parallel rank that they name.
+
+        vLLM 0.32.0 does not for `/v1/responses` (openai/responses/serving.py): it chooses the rank itself.
+        """
+        return self.kind != "responses"
+
+    @property
     def supports_streaming(self) -> bool:
         """True if it answers `"stream": true` with a stream."""
         return self.role is not Role.PREFILL

@@ -90,6 +90,7 @@ class InstanceAnswer(Answer):
     object: Literal["instance"] = "instance"
     id: str
     url: str
+    rank: Annotated[int | None, _is("which data-parallel rank behind its URL it is; null if the URL is one engine")]
     role: Role
     connector: str
     bootstrap: str | None

@@ -41,7 +41,14 @@ from kvparams_proxy.server.admin_descriptions import describe_fleet, describe_in
 from kvparams_proxy.server.admin_operations import ADMIN_OPERATIONS
 from kvparams_proxy.server.route_explanation import explain_route
 from kvparams_proxy.server.route_helpers import error_response
-from kvparams_proxy.server.shared_admin import ADMIN_SOURCE, SharedAdmin, admin_specs, checked_spec, spec_document
+from kvparams_proxy.server.shared_admin import (
+    ADMIN_SOURCE,
+    SharedAdmin,
+    admin_specs,
+    checked_spec,
+    checked_specs,
+    spec_document,
+)
 from kvparams_proxy.telemetry.proxy_gauges import leases_by_instance
 from kvparams_proxy.telemetry.recent_requests import RecentRequests
 from kvparams_proxy.workers.worker_link import WorkerLink
@@ -138,13 +145,15 @@ async def _show(registry: Registry, request: Request) -> Response:
 
 
 async def _add(registry: Registry, request: Request) -> Response:
-    entry = await checked_spec(registry, await _body(request))
-    _require_free(registry, entry.id)
-    if len(admin_specs(registry)) >= MAX_INSTANCES:
-        raise ProxyError(409, "conflict_error", f"{MAX_INSTANCES} instances were added here; remove some first")
-    registry.publish(ADMIN_SOURCE, [*admin_specs(registry), entry])
-    _shared(request).instance_changed(entry)
-    return _instance(registry, request, entry.id, 201)
+    entries = await checked_specs(registry, await _body(request))
+    for entry in entries:
+        _require_free(registry, entry.id)
+    if len(admin_specs(registry)) + len(entries) > MAX_INSTANCES:
+        raise ProxyError(409, "conflict_error", f"{MAX_INSTANCES} instances may be added here; remove some first")
+    registry.publish(ADMIN_SOURCE, [*admin_specs(registry), *entries])
+    for entry in entries:
+        _shared(request).instance_changed(entry)
+    return _instance(registry, request, entries[0].id, 201)
 
 
 async def _change(registry: Registry, request: Request) -> Response:
@@ -155,13 +164,16 @@ async def _change(registry: Registry, request: Request) -> Response:
         raise ConfigError(("drain: must be true or false",))
     if changes.get("id", id) != id:
         raise ConfigError(("id: cannot be changed; add another instance and remove this one",))
+    changes.pop("id", None)
     if changes:
         _require_mine(registry, id, "change it there; here it can only be drained")
         now = registry.owned[id].spec
+        if now.rank is not None and "ranks" in changes:
+            raise ConfigError(("ranks: cannot be changed; remove these instances and add them again",))
         document = spec_document(now)
         if "connector" in changes:
             del document["store"]
-        entry = await checked_spec(registry, document | changes)
+        entry = await checked_spec(registry, document | changes, id)
         if all(other.id != id for other in admin_specs(registry)):  # removed meanwhile
             raise _unknown(id)
         entry = replace(entry, drain=now.drain)

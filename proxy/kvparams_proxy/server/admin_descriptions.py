@@ -49,6 +49,7 @@ def describe_instance(registry: Registry, member: Member, leases: Mapping[str, i
     return InstanceAnswer(
         id=instance.id,
         url=instance.url,
+        rank=None if instance.rank is None else instance.rank.number,
         role=instance.role,
         connector=instance.dialect,
         bootstrap=instance.bootstrap,

@@ -103,6 +103,7 @@ def _body_schemas(schemas: dict[str, Any]) -> dict[str, Any]:
     """
     types = schemas[InstanceAnswer.__name__]["properties"] | {
         "drain": {"type": "boolean"},
+        "ranks": {"type": ["integer", "string"]},
         "store": {"type": ["string", "boolean"]},
     }
     members: dict[str, Any] = {}

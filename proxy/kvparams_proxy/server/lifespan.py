@@ -378,5 +378,11 @@ def _make_upstream(
         return upstream
     access = registry.credentials_for(instance.id)
     return UpstreamConnectionPool(
-        instance.url, limits, access.tls, server_name=access.server_name, key=access.key, clock=clock
+        instance.url,
+        limits,
+        access.tls,
+        server_name=access.server_name,
+        key=access.key,
+        rank=None if instance.rank is None else instance.rank.index,
+        clock=clock,
     )

@@ -82,8 +82,8 @@ class PrefillPartners(Collector):
                 endpoint = self._verifier.verify(endpoint, request_id).prefill
             except PartnerClaimError as error:
                 return error.reason, frozenset()
-        instance = self._endpoints.find(endpoint, Role.PREFILL)
-        return ("unknown", frozenset()) if instance is None else ("followed", frozenset((instance.id,)))
+        ids = self._endpoints.ids((endpoint,), Role.PREFILL)  # several where it has data-parallel ranks
+        return ("followed", ids) if ids else ("unknown", ids)
 
 
 _REASONS: Final[dict[Result, str]] = {

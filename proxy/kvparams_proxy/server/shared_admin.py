@@ -11,15 +11,15 @@ from dataclasses import replace
 from typing import Final
 
 from kvparams_proxy.config.mode_parsing import mode_document, parse_modes
-from kvparams_proxy.config.spec_parsing import parse_spec
+from kvparams_proxy.config.spec_parsing import parse_specs
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.coordination.settings_sync import SettingsSync
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.fleet.registry.credentials import load_credentials
-from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
+from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, rank_id, rank_stream
 from kvparams_proxy.fleet.registry.registry import Registry
 
-__all__ = ["ADMIN_SOURCE", "SharedAdmin", "admin_specs", "checked_spec", "spec_document"]
+__all__ = ["ADMIN_SOURCE", "SharedAdmin", "admin_specs", "checked_spec", "checked_specs", "spec_document"]
 
 ADMIN_SOURCE: Final = "admin"
 """The name of this source."""
@@ -102,9 +102,7 @@ class SharedAdmin:
         if document is None:
             registry.publish(ADMIN_SOURCE, others)
             return
-        spec = await checked_spec(registry, document)
-        if spec.id != id:
-            raise ConfigError((f"id: {spec.id} is not {id}",))
+        spec = await checked_spec(registry, document, id)
         others = [spec for spec in admin_specs(registry) if spec.id != id]  # they may have changed meanwhile
         registry.publish(ADMIN_SOURCE, [*others, spec])
         drain = self._waiting_drains.pop(id, None)
@@ -118,18 +116,29 @@ class SharedAdmin:
             self._waiting_drains[id] = on
 
 
-async def checked_spec(registry: Registry, document: object) -> InstanceSpec:
-    """Checks an entry that came over the network, and loads its credentials.
+async def checked_spec(registry: Registry, document: object, id: str) -> InstanceSpec:
+    """Checks an entry of this instance, or of the ranks of which it is one: see `checked_specs`.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    for spec in await checked_specs(registry, document):
+        if spec.id == id:
+            return spec
+    raise ConfigError((f"id: the entry names no instance {id}",))
+
+
+async def checked_specs(registry: Registry, document: object) -> tuple[InstanceSpec, ...]:
+    """Checks an entry that came over the network, and loads its credentials. With ranks it is several instances.
 
     Raises:
         ConfigError: it cannot be used.
     """
     problems = ConfigProblems()
     rules = replace(registry.spec_rules, may_name_credentials=False)
-    entry = parse_spec(document, "", rules, problems)
+    specs = parse_specs(document, "", rules, problems)
     problems.raise_if_any()
-    if entry is None:  # never without a problem
-        raise ConfigError(("the instance cannot be used",))
+    entry = specs[0]
     if registry.is_local(entry):
         raise ConfigError(
             (f"role: the engine beside this sidecar does all {entry.role}; add only engines of the other role",)
@@ -137,8 +146,8 @@ async def checked_spec(registry: Registry, document: object) -> InstanceSpec:
     if entry.credential_sources != rules.credential_sources:
         access = await asyncio.to_thread(load_credentials, entry.credential_sources, "the instance", problems)
         problems.raise_if_any()
-        entry = replace(entry, credentials=access)
-    return entry
+        specs = tuple(replace(spec, credentials=access) for spec in specs)
+    return specs
 
 
 def admin_specs(registry: Registry) -> Sequence[InstanceSpec]:
@@ -148,7 +157,7 @@ def admin_specs(registry: Registry) -> Sequence[InstanceSpec]:
 
 
 def spec_document(spec: InstanceSpec) -> dict[str, object]:
-    """Returns an entry as it would be written, without credentials."""
+    """Returns an entry as it would be written, without credentials. Of a rank it is the entry of all ranks."""
     document: dict[str, object] = {"id": spec.id, "url": spec.url, "role": spec.role.value}
     document |= {"connector": spec.dialect, "labels": dict(spec.labels), "store": spec.store or False}
     if spec.addresses:
@@ -158,4 +167,10 @@ def spec_document(spec: InstanceSpec) -> dict[str, object]:
             document[name] = value
     if spec.drain:
         document["drain"] = True
+    if (rank := spec.rank) is not None:
+        document["id"] = spec.id.removesuffix(rank_id("", rank.number))
+        document["ranks"] = rank.count if rank.start == 0 else f"{rank.start}-{rank.start + rank.count - 1}"
+        for name in ("kv_events", "kv_events_replay"):
+            if name in document:
+                document[name] = rank_stream(getattr(spec, name), -rank.number)
     return document

@@ -31,6 +31,8 @@ __all__ = ["UpstreamConnectionPool"]
 
 _MOST_PEERS: Final = 16
 _SAY_AGAIN_S: Final = 10.0
+_RANK_HEADER: Final = b"x-data-parallel-rank: %d\r\n"
+"""Sources: vLLM 0.32.0 entrypoints/generate/base/serving.py; SGLang 0.5.23 srt/entrypoints/openai/serving_base.py."""
 _log: Final = logging.getLogger(__name__)
 
 
@@ -45,6 +47,7 @@ class UpstreamConnectionPool:
         *,
         server_name: str | None = None,
         key: Secret | None = None,
+        rank: int | None = None,
         clock: Clock | None = None,
     ) -> None:
         """Creates the pool without connections.
@@ -55,6 +58,7 @@ class UpstreamConnectionPool:
             tls: for https; the system's trust by default.
             server_name: what the engine's certificate must say, where that is not the host in its URL.
             key: the engine's own; it goes with every request.
+            rank: the data-parallel rank behind the URL that POST requests are for, where there are several.
             clock: what the time to connect is measured by, if not the loop's own.
         """
         parts = urlsplit(url)
@@ -70,6 +74,7 @@ class UpstreamConnectionPool:
         self.shared: Final = False
         """See `Upstream.shared`."""
         self._own = b"" if key is None else key.authorization_header()
+        self._rank = b"" if rank is None else _RANK_HEADER % rank
         self._authority = parts.netloc.rpartition("@")[2].encode()
         self._prefixes: dict[bytes, bytes] = {}
         self.peer_addresses: tuple[str, ...] = ()
@@ -87,8 +92,8 @@ class UpstreamConnectionPool:
         prefix = self._prefixes.get(path)
         if prefix is None:
             prefix = self._prefixes[path] = (
-                b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept: */*\r\n%b"
-                % (path, self._authority, self._own)
+                b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\naccept: */*\r\n%b%b"
+                % (path, self._authority, self._own, self._rank)
             )
         size = len(body) if isinstance(body, bytes) else sum(map(len, body))
         return b"%bcontent-length: %d\r\n\r\n" % (prefix + headers, size), body

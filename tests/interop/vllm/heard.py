@@ -46,8 +46,9 @@ class Kind:
 class Line:
     """From a publisher to who listens: it carries everything, until it is cut."""
 
-    def __init__(self, source: str, target: str) -> None:
-        self._source, self._target = source, target
+    def __init__(self, source: str, target: str, *, binds: bool = False) -> None:
+        """`binds`: whether the publisher connects to `source`, as vLLM's does to an address of one host."""
+        self._source, self._target, self._binds = source, target, binds
         self._cut = self._over = False
         self.lost = 0
         """Messages that came while it was cut."""
@@ -75,7 +76,10 @@ class Line:
         context = zmq.Context()
         source, target = context.socket(zmq.SUB), context.socket(zmq.PUB)
         source.subscribe(b"")
-        source.connect(self._source)
+        if self._binds:
+            source.bind(self._source)
+        else:
+            source.connect(self._source)
         target.bind(self._target)
         while not self._over:
             if not source.poll(50):

@@ -4,12 +4,12 @@ A specification is a value: two are equal exactly if nothing about the instance 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Final
 
-from kvparams.instances import Instance, Role
+from kvparams.instances import DataParallelRank, Instance, Role
 from kvparams_proxy.fleet.registry.credentials import (
     NO_CREDENTIAL_SOURCES,
     NO_CREDENTIALS,
@@ -17,7 +17,17 @@ from kvparams_proxy.fleet.registry.credentials import (
     EngineCredentials,
 )
 
-__all__ = ["KV_EVENTS_REQUIREMENT", "InstanceSpec", "LabelSelector", "SpecRules", "spec_of"]
+__all__ = [
+    "KV_EVENTS_REQUIREMENT",
+    "InstanceSpec",
+    "LabelSelector",
+    "RankRange",
+    "SpecRules",
+    "rank_id",
+    "rank_stream",
+    "spec_of",
+    "specs_by_rank",
+]
 
 KV_EVENTS_REQUIREMENT: Final = "needs pyzmq and msgspec: pip install 'kvparams[proxy,index,events]'"
 """What stands behind `kv_events`."""
@@ -58,6 +68,8 @@ class InstanceSpec:
     """Whose KV it understands: of all with an equal one."""
     uid: str | None = None
     """What its source calls this incarnation: with another one it is another incarnation, whatever its name."""
+    rank: DataParallelRank | None = None
+    """Which data-parallel rank behind its URL it is."""
 
     def make_instance(self) -> Instance:
         """Creates a new incarnation of the instance."""
@@ -75,6 +87,7 @@ class InstanceSpec:
             self.store,
             self.group,
             self.compatibility,
+            rank=self.rank,
         )
 
 
@@ -110,6 +123,48 @@ class SpecRules:
     """Whether an entry may say where a key is. Not over the network: the key would be sent to a URL of its choice."""
 
 
+@dataclass(frozen=True, slots=True)
+class RankRange:
+    """The data-parallel ranks behind one URL."""
+
+    count: int
+    start: int = 0
+    """The number of the first one."""
+
+
+def rank_id(id: str, number: int) -> str:
+    """Returns the id of the instance that is one rank of the entry `id`."""
+    return f"{id}-dp{number}"
+
+
+def rank_stream(address: str | None, number: int) -> str | None:
+    """Returns where a rank publishes events, from the address of rank 0: each has the port that is higher by one.
+
+    Sources: vLLM 0.32.0 distributed/kv_events.py (`offset_endpoint_port`); SGLang 0.5.23 disaggregation/kv_events.py.
+    """
+    if address is None:
+        return None
+    place, _, port = address.rpartition(":")
+    return f"{place}:{int(port) + number}"
+
+
+def specs_by_rank(spec: InstanceSpec, ranks: RankRange | None) -> tuple[InstanceSpec, ...]:
+    """Returns the instance itself, or one instance for each rank behind its URL."""
+    if ranks is None:
+        return (spec,)
+    each = (DataParallelRank(index, ranks.count, ranks.start) for index in range(ranks.count))
+    return tuple(
+        replace(
+            spec,
+            id=rank_id(spec.id, rank.number),
+            kv_events=rank_stream(spec.kv_events, rank.number),
+            kv_events_replay=rank_stream(spec.kv_events_replay, rank.number),
+            rank=rank,
+        )
+        for rank in each
+    )
+
+
 def spec_of(instance: Instance, rules: SpecRules) -> InstanceSpec:
     """Returns the specification of an existing instance; its key and certificates are those of the rules."""
     i = instance
@@ -128,4 +183,5 @@ def spec_of(instance: Instance, rules: SpecRules) -> InstanceSpec:
         store=i.store,
         group=i.group,
         compatibility=i.compatibility,
+        rank=i.rank,
     )

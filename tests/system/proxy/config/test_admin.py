@@ -294,3 +294,21 @@ async def test_a_stream_outlives_the_removal_of_its_engine(start: StartAdmin, sc
         rest = "".join([piece async for piece in pieces])
     assert rest.endswith("data: [DONE]\n\n")
     assert len(engine.bodies) == 1
+
+
+async def test_an_entry_with_ranks_adds_an_instance_for_each(start: StartAdmin) -> None:
+    _, admin = await start()
+    entry = {"id": "p9", "url": ELSEWHERE, "role": "prefill", "ranks": "4-6"}
+    added = await admin.ask("POST", "/instances", entry, expect=201)
+    assert (added["id"], added["rank"], added["url"]) == ("p9-dp4", 4, ELSEWHERE)
+    assert await admin.ids() == {"prefill-0", "decode-0", "p9-dp4", "p9-dp5", "p9-dp6"}
+    changed = await admin.ask("PATCH", "/instances/p9-dp5", {"id": "p9-dp5", "labels": {"a": "b"}, "drain": True})
+    assert (changed["rank"], changed["labels"], changed["draining"]) == (5, {"a": "b"}, True)
+    other = await admin.ask("GET", "/instances/p9-dp6")
+    assert (other["rank"], other["labels"], other["draining"]) == (6, {}, False)
+    assert "ranks: cannot be changed" in await admin.refused("PATCH", "/instances/p9-dp5", {"ranks": 2})
+    await admin.refused("POST", "/instances", {"id": "p9-dp6", "url": ELSEWHERE, "role": "decode"}, 409)
+    await admin.ask("DELETE", "/instances/p9-dp4")
+    await admin.refused("POST", "/instances", entry, 409)  # two of the three are there
+    assert await admin.ids() == {"prefill-0", "decode-0", "p9-dp5", "p9-dp6"}
+    assert (await admin.ask("GET", "/instances/prefill-0"))["rank"] is None  # the control

@@ -13,7 +13,7 @@ from kvparams.instances import Role
 from kvparams_proxy.checks.fleet_check import check_fleet
 from kvparams_proxy.config.settings import default_spec_rules, known_dialects
 from kvparams_proxy.config.spec_fields import check_addresses
-from kvparams_proxy.config.spec_parsing import DefaultsSection, parse_spec
+from kvparams_proxy.config.spec_parsing import DefaultsSection, parse_specs
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
@@ -124,7 +124,9 @@ async def test_the_pool_knows_where_a_name_has_led_to(scripted: Any) -> None:
 def entry(document: dict[str, Any], **defaults: Any) -> tuple[InstanceSpec | None, list[str]]:
     problems, rules = ConfigProblems(), default_spec_rules()
     rules = DefaultsSection.model_validate(defaults, context=rules).apply_to(rules)
-    found = parse_spec({"id": "p0", "url": "http://p0:1", "role": "prefill"} | document, "", rules, problems)
+    found = next(
+        iter(parse_specs({"id": "p0", "url": "http://p0:1", "role": "prefill"} | document, "", rules, problems)), None
+    )
     try:
         problems.raise_if_any()
     except ConfigError as error:

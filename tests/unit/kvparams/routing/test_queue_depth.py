@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usage, parse_queue_depth
+from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usages, parse_queue_depths
 
 VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -29,55 +29,79 @@ sglang:num_running_reqs{dp_rank="1",engine_type="prefill",model_name="m",pp_rank
 """
 
 
+def queue_depth(text: bytes) -> int | None:
+    """Returns the depth of all ranks together."""
+    depths = parse_queue_depths(text)
+    return sum(depths.values()) if depths else None
+
+
+def cache_usage(text: bytes) -> float | None:
+    """Returns the highest usage of all ranks."""
+    return max(parse_cache_usages(text).values(), default=None)
+
+
+def test_each_rank_has_figures_of_its_own() -> None:
+    assert parse_queue_depths(SGLANG) == {"": 7, "1": 10}
+    ranks = b"".join(
+        b'vllm:num_requests_%b{engine="%d",model_name="m"} %d.0\n' % (name, rank, 10 * rank + more)
+        for name, more in ((b"running", 1), (b"waiting", 2))
+        for rank in range(3)
+    )
+    assert parse_queue_depths(ranks) == {"0": 3, "1": 23, "2": 43}
+    usages = b"".join(b'vllm:kv_cache_usage_perc{engine="%d",model_name="m"} 0.%d\n' % (r, r + 1) for r in range(3))
+    assert parse_cache_usages(usages) == {"0": 0.1, "1": 0.2, "2": 0.3}
+    assert parse_cache_usages(b"sglang:token_usage 0.5\n") == {"": 0.5}
+
+
 def test_vllm_ranks_are_added_up() -> None:
-    assert parse_queue_depth(VLLM) == 9
+    assert queue_depth(VLLM) == 9
 
 
 def test_sglang_repeats_by_priority_and_tensor_rank_count_once() -> None:
-    assert parse_queue_depth(SGLANG) == 17
+    assert queue_depth(SGLANG) == 17
 
 
 def test_a_text_without_the_names_has_no_depth() -> None:
     other = b'process_cpu_seconds_total 1.0\nvllm:num_requests_waiting_by_reason{reason="capacity"} 5.0\n'
-    assert parse_queue_depth(other) is None
-    assert parse_queue_depth(b"# vllm:num_requests_running 3\nmy_vllm:num_requests_running 3\n") is None
-    assert parse_queue_depth(b"") is None
+    assert queue_depth(other) is None
+    assert queue_depth(b"# vllm:num_requests_running 3\nmy_vllm:num_requests_running 3\n") is None
+    assert queue_depth(b"") is None
 
 
 def test_a_last_line_without_an_end_and_one_with_a_time_are_read() -> None:
-    assert parse_queue_depth(b"vllm:num_requests_running 2 1700000000000") == 2
+    assert queue_depth(b"vllm:num_requests_running 2 1700000000000") == 2
 
 
 def test_labels_may_hold_anything() -> None:
     registry = CollectorRegistry()
     gauge = Gauge("vllm:num_requests_running", "text", ["engine", "model_name"], registry=registry)
     gauge.labels("0", 'a "b\\ } 7,engine="5"\n').set(4)
-    assert parse_queue_depth(generate_latest(registry)) == 4
+    assert queue_depth(generate_latest(registry)) == 4
 
 
 @pytest.mark.parametrize("value", [b"", b"NaN", b"+Inf", b"-1", b"many", b"1e300", b"2000000"])
 def test_an_implausible_value_is_refused(value: bytes) -> None:
     with pytest.raises(QueueDepthError):
-        parse_queue_depth(b"vllm:num_requests_running{} " + value + b"\n")
+        queue_depth(b"vllm:num_requests_running{} " + value + b"\n")
 
 
 def test_too_many_samples_and_too_long_ones_are_refused() -> None:
     line = b'vllm:num_requests_running{engine="%d"} 1\n'
-    assert parse_queue_depth(b"".join(line % number for number in range(1000))) == 1000
+    assert queue_depth(b"".join(line % number for number in range(1000))) == 1000
     with pytest.raises(QueueDepthError):
-        parse_queue_depth(b"".join(line % number for number in range(2000)))
+        queue_depth(b"".join(line % number for number in range(2000)))
     with pytest.raises(QueueDepthError):
-        parse_queue_depth(b'vllm:num_requests_running{a="' + b"x" * 5000 + b'"} 1\n')
+        queue_depth(b'vllm:num_requests_running{a="' + b"x" * 5000 + b'"} 1\n')
     long = b'vllm:num_requests_running{a="' + b"x" * 3000 + b'",engine="%d"} 1\n'
-    assert parse_queue_depth(b"".join(long % number for number in range(80))) == 80
+    assert queue_depth(b"".join(long % number for number in range(80))) == 80
     with pytest.raises(QueueDepthError, match="more than 262144 bytes"):
-        parse_queue_depth(b"".join(long % number for number in range(90)))
+        queue_depth(b"".join(long % number for number in range(90)))
 
 
 @given(st.binary(max_size=300), st.sampled_from((b"vllm:num_requests_running", b"sglang:num_queue_reqs")))
 def test_any_bytes_have_a_depth_or_none_or_are_refused(text: bytes, name: bytes) -> None:
     try:
-        depth = parse_queue_depth(b"\n" + name + text)
+        depth = queue_depth(b"\n" + name + text)
     except QueueDepthError:
         return
     assert depth is None or 0 <= depth <= 1_000_000
@@ -100,7 +124,7 @@ def test_hostile_texts_take_no_longer_than_an_event_loop_can_bear(text: bytes) -
     for _ in range(3):
         began = time.process_time()
         with contextlib.suppress(QueueDepthError):
-            parse_queue_depth(text)
+            queue_depth(text)
         shortest = min(shortest, time.process_time() - began)
     assert shortest < 0.02
 
@@ -123,4 +147,4 @@ def test_hostile_texts_take_no_longer_than_an_event_loop_can_bear(text: bytes) -
     ],
 )
 def test_the_share_of_the_kv_cache_that_is_used(text: bytes, share: float | None) -> None:
-    assert parse_cache_usage(text) == share
+    assert cache_usage(text) == share

@@ -35,6 +35,14 @@ def test_an_endpoint_is_the_address_of_the_url_or_the_last_one_that_its_name_led
     assert site.names.ids(["10.0.0.1:8000", "10.0.0.9:1"]) == {"e0"}
 
 
+def test_all_ranks_behind_one_url_are_found_there() -> None:
+    site = Site("http://10.0.0.1:8000", "http://10.0.0.1:8000", "http://10.0.0.2:8000")
+    assert site.names.ids(["10.0.0.1:8000"]) == {"e0", "e1"}
+    assert site.names.ids(["10.0.0.1:8000"], Role.DECODE) == {"e0", "e1"}
+    assert site.names.ids(["10.0.0.1:8000"], Role.PREFILL) == frozenset()
+    assert site.names.find("10.0.0.1:8000") is site.instances[0]
+
+
 def test_an_address_of_ipv6_is_found_in_any_form() -> None:
     site = Site("http://[2001:0DB8:0:0::1]:8000")
     assert site.names.endpoint(site.instances[0]) == "[2001:db8::1]:8000"

@@ -21,7 +21,7 @@ from kvparams.instances import Instance, Role, RoundRobin
 from kvparams_proxy.config.fleet_document import FleetDocument, parse_fleet_document
 from kvparams_proxy.config.fleet_file import FleetFileProvider
 from kvparams_proxy.config.settings import default_spec_rules
-from kvparams_proxy.config.spec_parsing import parse_spec
+from kvparams_proxy.config.spec_parsing import parse_specs
 from kvparams_proxy.config.yaml_reader import MAX_YAML_BYTES, read_yaml
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
 from kvparams_proxy.fleet.fleet import Fleet
@@ -302,9 +302,9 @@ def test_no_text_does_anything_but_be_read_or_refused(text: str) -> None:
 def test_a_wrong_member_is_named_with_what_it_must_be(member: str, value: object, said: str) -> None:
     problems = ConfigProblems()
     good: dict[str, object] = {"id": "p0", "url": "https://h:1", "role": "prefill"}
-    parse_spec(good, "instances[3]", RULES, problems)
+    parse_specs(good, "instances[3]", RULES, problems)
     assert not problems
-    parse_spec(good | {member: value}, "instances[3]", RULES, problems)
+    parse_specs(good | {member: value}, "instances[3]", RULES, problems)
     with pytest.raises(ConfigError) as caught:
         problems.raise_if_any()
     assert len(caught.value.problems) == 1
@@ -369,11 +369,9 @@ def test_the_common_key_is_not_for_who_has_one_of_its_own() -> None:
     )
     problems = ConfigProblems()
     plain = {"id": "a", "url": "http://h:1", "role": "prefill"}
-    silent, own = (parse_spec(plain | more, "", rules, problems) for more in ({}, {"key_file": "own"}))
+    (silent,), (own,) = (parse_specs(plain | more, "", rules, problems) for more in ({}, {"key_file": "own"}))
     assert not problems
-    assert silent is not None
     assert silent.credentials is everybody
-    assert own is not None
     assert own.credentials == EngineCredentials(), "it is still to be read"
 
 

@@ -1,0 +1,85 @@
+"""Reads the flags that name engines: `--prefill`, `--decode`, `--aggregated`, and what belongs to one of them."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Final, cast
+
+from kvparams.instances import Role
+from kvparams.settings_model import did_you_mean
+from kvparams_proxy.cli.production_stack_flags import StaticFleet
+from kvparams_proxy.config.spec_fields import check_id, check_ranks, check_url
+from kvparams_proxy.config.spec_parsing import check_bootstrap_allowed, default_store, parse_specs
+from kvparams_proxy.config_errors import ConfigProblems
+from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, RankRange, SpecRules, specs_by_rank
+
+__all__ = ["engine_specs"]
+
+_RANKS: Final = "?ranks="
+_DIGITS: Final = 9
+
+
+def engine_specs(
+    arguments: argparse.Namespace, static: StaticFleet, rules: SpecRules, problems: ConfigProblems
+) -> tuple[InstanceSpec, ...]:
+    """Returns the instances for the engines that flags name. What is wrong is added to `problems`."""
+    entries: list[InstanceSpec] = []
+    names: dict[Role, list[str]] = {role: [] for role in Role}
+    bootstraps = _bootstraps(arguments, rules, problems)
+    for role in Role:
+        for number, text in enumerate(cast("Sequence[str]", getattr(arguments, role.value))):
+            name, equals, url = text.partition("=")
+            if not equals or "://" in name:
+                name, url = f"{role}-{number}", text
+            bootstrap = bootstraps.pop(name, None) if role is Role.PREFILL else None
+            try:
+                url, _, ranks = url.partition(_RANKS)
+                entry = InstanceSpec(
+                    check_id(name),
+                    check_url(url),
+                    role,
+                    rules.connector,
+                    bootstrap=bootstrap,
+                    addresses=rules.addresses,
+                    store=default_store(rules.connector, rules),
+                )
+                entries += specs_by_rank(entry, _parse_ranks(ranks) if _RANKS in text else None)
+            except ValueError as error:
+                problems.add(f"--{role} number {number + 1}", f"[NAME=]URL {error}")
+            else:
+                names[role].append(name)
+    for name in bootstraps:
+        nearest = did_you_mean(name, names[Role.PREFILL]).rstrip()
+        hint = f"; {nearest}" if nearest else ""
+        problems.add("--bootstrap", f"there is no --prefill engine with the name {name[:64]!r}{hint}")
+    for document in static.documents:
+        entries += parse_specs(document, "--static-backends", rules, problems)
+    return tuple(entries)
+
+
+def _bootstraps(arguments: argparse.Namespace, rules: SpecRules, problems: ConfigProblems) -> dict[str, str]:
+    """Parses the bootstrap server URLs given by flags, keyed by engine name."""
+    found: dict[str, str] = {}
+    for text in cast("Sequence[str]", arguments.bootstrap):
+        name, _, url = text.partition("=")
+        try:
+            found[check_id(name)] = check_url(url)
+        except ValueError:
+            problems.add("--bootstrap", "must be NAME=http://host:port, where NAME is the name of a --prefill engine")
+    if found:
+        try:
+            check_bootstrap_allowed(Role.PREFILL, rules.connector, rules)
+        except ValueError as error:
+            problems.add("--bootstrap", str(error))
+    return found
+
+
+def _parse_ranks(text: str) -> RankRange:
+    """Parses what stands behind `?ranks=`.
+
+    Raises:
+        ValueError: with the reason in words.
+    """
+    try:
+        return check_ranks(int(text) if text.isdecimal() and len(text) < _DIGITS else text)
+    except ValueError as error:
+        raise ValueError(f"?ranks= {error}") from None
