@@ -93,7 +93,7 @@ def _leg_pair(documents: LegDocuments, state: AttemptState, prefill: Instance, d
     second = documents.leg_changes(told, *about, "decode", speech.mode, prefill, decode, members)
     lease = KVLease(prefill, context.now() + speech.lease_s, transfer, attempt, speech.release_request(told.text))
     return LegPair(
-        Leg(prefill, {**cut, **beside, **first}, answers_client=False, resume_from=state.sent),
+        Leg(prefill, {**cut, **beside, **first, **(state.encodings or {})}, answers_client=False, resume_from=state.sent),
         Leg(decode, {**beside, **second}, answers_client=True, resume_from=state.sent),
         lease,
     )

@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 
 from pydantic import ValidationError
 
+from kvparams.dialects.ec import EC_NAME
 from kvparams.dialects.registry import load_tables_and_errors
 from kvparams.instances import Instance, Role
 from kvparams.jsontext.document import JSONLimits
@@ -325,6 +326,7 @@ def _entries(
     entries: list[InstanceSpec] = []
     bootstraps = _bootstraps(arguments, rules, problems)
     for role in Role:
+        connector = EC_NAME if role is Role.ENCODE else rules.connector
         for number, text in enumerate(cast("Sequence[str]", getattr(arguments, role.value))):
             name, equals, url = text.partition("=")
             if not equals or "://" in name:
@@ -336,10 +338,10 @@ def _entries(
                     id,
                     url,
                     role,
-                    rules.connector,
+                    connector,
                     bootstrap=bootstrap,
                     addresses=rules.addresses,
-                    store=default_store(rules.connector, rules),
+                    store=default_store(connector, rules),
                 )
             except ValueError as error:
                 problems.add(f"--{role} number {number + 1}", f"[NAME=]URL {error}")

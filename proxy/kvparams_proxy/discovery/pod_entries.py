@@ -30,6 +30,7 @@ _LLM_D_ROLES: Final[Mapping[str, str]] = {
     "prefill-decode": "aggregated",
     "prefill": "prefill",
     "decode": "decode",
+    "encode": "encode",
 }
 _TEXTS: Final = ("connector", "group", "compatibility", "store")
 _MOST_LABELS: Final = 32

@@ -1,0 +1,90 @@
+"""vLLM's encoder-cache connectors: an encode engine says in `ec_transfer_params` where encodings of media are.
+
+The encode engine is the producer and the engine that computes the prompt the consumer, whatever its role. Encodings
+are no KV, so no proxy routes prefill or decode legs with this dialect: it is that of encode instances.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from pydantic_core import PydanticSerializationError
+
+from kvparams.dialects.interface import HandoffMissing
+from kvparams.dialects.table import DialectTable, NativeKey
+from kvparams.dialects.value_types import HOST, ID, OBJECT, PORT, WHOLE, IntegerType, ListType, ValueType
+from kvparams.jsontext.writing import write_json
+
+__all__ = ["EC_NAME", "EC_TABLE", "write_encodings"]
+
+EC_NAME: Final = "ec"
+_SHAPE: Final = ListType(IntegerType(0, 2**31 - 1), 8)
+_INDICES: Final = ListType(IntegerType(0, 65_535), 4096)
+_ITEMS: Final = ListType(OBJECT, 1024)
+_ITEM: Final = ("*",)
+_MOST_ENCODINGS: Final = 1024
+"""Media of one request; vLLM 0.32.0 takes 999 of a kind by default (config/multimodal.py)."""
+_MOST_BYTES: Final = 256 << 10
+"""Of the text. An encoding takes some 300 bytes, and that of a video a few thousand."""
+
+EC_TABLE: Final = DialectTable(
+    name=EC_NAME,
+    title="vLLM encoder-cache connectors (ECCPUConnector, ECExampleConnector)",
+    extension="ai.vllm.ec",
+    mode="pull",
+    order="prefill first",
+    container_paths=dict.fromkeys("RD", "ec_transfer_params"),
+    transfer_id_source="nobody: encodings are named by the engine's hash of the medium",
+    software="vLLM",
+    source="vLLM 0.32.0 distributed/ec_transfer/ec_connector/utils.py (collect_ec_item_metadata), cpu/scheduler "
+    "(request_finished, _admit_item), mooncake/scheduler.py (_request_transfer_id)",
+    native_keys=(
+        NativeKey("*", OBJECT, "RD", "one encoding, under the engine's hash of the medium"),
+        NativeKey("ec_items", _ITEMS, "D", "encodings that a Mooncake producer pushes, in the order of the media"),
+        NativeKey("consumer_zmq", ID, "D", "where that producer reaches the consumer", address="url"),
+        NativeKey("item_indices", _INDICES, "RD", "which media of the prompt it is of", parents=_ITEM),
+        NativeKey("metadata", OBJECT, "RD", "what a consumer needs in place of the medium", parents=_ITEM),
+        NativeKey("peer_host", HOST, "RD", "who has the encoding", parents=_ITEM, address="host"),
+        NativeKey("peer_port", PORT, "RD", "where it is asked for it", parents=_ITEM, address="port"),
+        NativeKey("size_bytes", WHOLE, "RD", "how long it is", parents=_ITEM),
+        NativeKey("shape", _SHAPE, "RD", "rows and width", parents=_ITEM),
+    ),
+    notes=(
+        "P is a request to an encode engine, which has no native keys; R its answer; D the request to the engine that "
+        "computes the prompt.",
+        "ECExampleConnector answers without peer_host, and ECCPUConnector without NIXL answers nothing: consumers find "
+        "the encodings by the hash.",
+    ),
+)
+_MEMBERS: Final[Mapping[str, ValueType]] = {
+    row.name: row.value_type for row in EC_TABLE.native_keys if row.parents == _ITEM
+}
+
+
+def write_encodings(said: Mapping[str, object]) -> bytes:
+    """Returns the text of an encode engine's `ec_transfer_params`, for the engine that computes the prompt.
+
+    Raises:
+        HandoffMissing: a value is out of bounds.
+    """
+    if len(said) > _MOST_ENCODINGS:
+        raise _impossible(f"more than {_MOST_ENCODINGS} encodings")
+    for name, encoding in said.items():
+        problem = ID.find_problem(name, ()) or OBJECT.find_problem(encoding, ("encoding",))
+        if problem is not None:
+            raise _impossible(str(problem))
+        assert isinstance(encoding, dict)
+        for member, form in _MEMBERS.items():
+            value: object = encoding.get(member)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            if value is not None and (problem := form.find_problem(value, ("encoding", member))) is not None:
+                raise _impossible(str(problem))
+    try:
+        text = write_json(said)
+    except PydanticSerializationError:
+        raise _impossible("no JSON") from None
+    if len(text) > _MOST_BYTES:
+        raise _impossible(f"more than {_MOST_BYTES} bytes")
+    return text
+
+
+def _impossible(what: str) -> HandoffMissing:
+    return HandoffMissing(f"the encode engine's ec_transfer_params cannot be handed on: {what}")
