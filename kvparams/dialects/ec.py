@@ -11,7 +11,7 @@ from pydantic_core import PydanticSerializationError
 
 from kvparams.dialects.interface import HandoffMissing
 from kvparams.dialects.table import DialectTable, NativeKey
-from kvparams.dialects.value_types import HOST, ID, OBJECT, PORT, WHOLE, IntegerType, ListType, ValueType
+from kvparams.dialects.value_types import ANYTHING, HOST, ID, OBJECT, PORT, WHOLE, IntegerType, ListType, ValueType
 from kvparams.jsontext.writing import write_json
 
 __all__ = ["EC_NAME", "EC_TABLE", "write_encodings"]
@@ -28,19 +28,19 @@ _MOST_BYTES: Final = 256 << 10
 
 EC_TABLE: Final = DialectTable(
     name=EC_NAME,
-    title="vLLM encoder-cache connectors (ECCPUConnector, ECExampleConnector)",
+    title="vLLM encoder-cache connectors (ECCPUConnector, ECExampleConnector, ECMooncakeConnector)",
     extension="ai.vllm.ec",
     mode="pull",
     order="prefill first",
-    container_paths=dict.fromkeys("RD", "ec_transfer_params"),
+    container_paths=dict.fromkeys("PRD", "ec_transfer_params"),
     transfer_id_source="nobody: encodings are named by the engine's hash of the medium",
     software="vLLM",
     source="vLLM 0.32.0 distributed/ec_transfer/ec_connector/utils.py (collect_ec_item_metadata), cpu/scheduler "
     "(request_finished, _admit_item), mooncake/scheduler.py (_request_transfer_id)",
     native_keys=(
-        NativeKey("*", OBJECT, "RD", "one encoding, under the engine's hash of the medium"),
-        NativeKey("ec_items", _ITEMS, "D", "encodings that a Mooncake producer pushes, in the order of the media"),
-        NativeKey("consumer_zmq", ID, "D", "where that producer reaches the consumer", address="url"),
+        NativeKey("*", ANYTHING, "RD", "an object: one encoding, under the engine's hash of the medium"),
+        NativeKey("ec_items", _ITEMS, "PD", "encodings that a Mooncake producer pushes, in the order of the media"),
+        NativeKey("consumer_zmq", ID, "P", "where that producer reaches the consumer", address="url"),
         NativeKey("item_indices", _INDICES, "RD", "which media of the prompt it is of", parents=_ITEM),
         NativeKey("metadata", OBJECT, "RD", "what a consumer needs in place of the medium", parents=_ITEM),
         NativeKey("peer_host", HOST, "RD", "who has the encoding", parents=_ITEM, address="host"),
@@ -49,8 +49,8 @@ EC_TABLE: Final = DialectTable(
         NativeKey("shape", _SHAPE, "RD", "rows and width", parents=_ITEM),
     ),
     notes=(
-        "P is a request to an encode engine, which has no native keys; R its answer; D the request to the engine that "
-        "computes the prompt.",
+        "The encode engine is the producer: prefill is the request to it, and decode the request to the engine that "
+        "computes the prompt. Only ECMooncakeConnector, which pushes, has keys in the request to the encode engine.",
         "ECExampleConnector answers without peer_host, and ECCPUConnector without NIXL answers nothing: consumers find "
         "the encodings by the hash.",
     ),
