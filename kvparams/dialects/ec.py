@@ -53,6 +53,7 @@ EC_TABLE: Final = DialectTable(
         "computes the prompt. Only ECMooncakeConnector, which pushes, has keys in the request to the encode engine.",
         "ECExampleConnector answers without peer_host, and ECCPUConnector without NIXL answers nothing: consumers find "
         "the encodings by the hash.",
+        "Releases before 0.32 were not read.",
     ),
 )
 _MEMBERS: Final[Mapping[str, ValueType]] = {
