@@ -1,0 +1,66 @@
+"""Tests which encodings of an encode engine may be handed on, and in what form."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvparams.dialects.ec import write_encodings
+from kvparams.dialects.interface import HandoffMissing
+from tests.support.kvparams.dialect_messages import JSON
+
+GOOD = {"item_indices": [0, 2], "metadata": {}, "peer_host": "h", "peer_port": 5601, "size_bytes": 512, "shape": [2, 64]}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {},
+        {"a": GOOD},
+        {"a": {}, "b": {"item_indices": [0], "metadata": {"image_grid_thw": [[1, 4, 4]]}}},
+        {"a": {"peer_host": None, "of a later release": {"x": [1.5, "y"]}}},
+        {f"{number:064x}": GOOD for number in range(1000)},
+    ],
+)
+def test_what_engines_say_is_handed_on_as_it_is(said: dict[str, Any]) -> None:
+    assert json.loads(write_encodings(said)) == said
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"": GOOD},
+        {"a b": GOOD},
+        {"x" * 257: GOOD},
+        {"a": None},
+        {"a": [GOOD]},
+        {"a": {**GOOD, "peer_host": 7}},
+        {"a": {**GOOD, "peer_host": "h/x"}},
+        {"a": {**GOOD, "peer_port": "5601"}},
+        {"a": {**GOOD, "peer_port": 65_536}},
+        {"a": {**GOOD, "peer_port": True}},
+        {"a": {**GOOD, "size_bytes": -1}},
+        {"a": {**GOOD, "shape": [1] * 9}},
+        {"a": {**GOOD, "shape": [2**40, 1]}},
+        {"a": {**GOOD, "item_indices": list(range(5000))}},
+        {"a": {**GOOD, "metadata": "x"}},
+        {"a": {**GOOD, "text": "\ud800"}},
+        {f"{number}": {} for number in range(1025)},
+        {"a": {"of a later release": ["x" * 4096] * 100}},
+    ],
+)
+def test_what_is_out_of_bounds_is_not_handed_on(said: dict[str, Any]) -> None:
+    with pytest.raises(HandoffMissing, match="the encode engine's ec_transfer_params"):
+        write_encodings(said)
+
+
+@given(said=st.dictionaries(st.text(max_size=5), JSON, max_size=4))
+def test_anything_is_either_handed_on_unchanged_or_refused(said: dict[str, Any]) -> None:
+    try:
+        text = write_encodings(said)
+    except HandoffMissing:
+        return
+    assert json.loads(text) == said
+    assert len(text) <= 256 << 10
