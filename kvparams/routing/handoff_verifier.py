@@ -353,7 +353,7 @@ def _refused(instance: Instance, reason: HandoffRefusalReason, what: str) -> Han
         said = f"the {instance.role} engine's answer has a value that is impossible for its connector"
         return HandoffRefused(said, reason, f"{instance.id} answered {what}")
     said = (
-        f"the {instance.role} engine's answer names an address that is not declared for the engine. The proxy's log has "
-        "the address; if it is right, add it to `addresses` of the instance"
+        f"the {instance.role} engine's answer names an address that is not declared for the engine. The proxy's log "
+        "has the address; if it is right, add it to `addresses` of the instance"
     )
     return HandoffRefused(said, reason, f"{instance.id} answered {what}")

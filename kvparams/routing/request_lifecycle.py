@@ -3,8 +3,8 @@
     created -> encode -> queued -> prefill -> result -> queued -> decode -> first_byte -> done
 
 Every state leads to `done`; `queued` is entered only by those who must wait, `encode` only by those whose media an
-encode engine takes; a further attempt goes back; where both legs run at once, `prefill` leads to `decode` at once. A request is not done while it holds anything, and it reaches
-`done` once.
+encode engine takes; a further attempt goes back; where both legs run at once, `prefill` leads to `decode` at once. A
+request is not done while it holds anything, and it reaches `done` once.
 """
 
 from collections.abc import Callable

@@ -34,9 +34,7 @@ _HASHED_BYTES: Final = 64 << 10
 """Of a medium. Two that begin alike only go to the same engine."""
 
 
-def find_media_in_steps(
-    kind: EndpointKind, body: bytes, spans: Mapping[str, MemberSpan]
-) -> Generator[None, None, str]:
+def find_media_in_steps(kind: EndpointKind, body: bytes, spans: Mapping[str, MemberSpan]) -> Generator[None, None, str]:
     """Returns the name of the first medium of a chat, or an empty text; see `RequestFacts.media`.
 
     Args:

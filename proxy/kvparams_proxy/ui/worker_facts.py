@@ -70,6 +70,7 @@ def collect_part(sources: WorkerSources) -> WorkerPart:
         counters=_counters(metrics, resources.prefix_cache),
         states={
             "pending": metrics.count_in_states("created", "queued"),
+            "encoding": metrics.count_in_states("encode"),
             "prefilling": metrics.count_in_states("prefill", "result"),
             "decoding": metrics.count_in_states("decode", "first_byte"),
         },

@@ -10,6 +10,7 @@ import pytest
 from kvparams_proxy.upstream.types import UpstreamLimits
 from tests.support.waiting import until
 from tests.system.proxy.test_legs import ANSWER, NIXL, answering
+from tests.system.proxy.upstream.test_broken_engines import DONE, EVENT, SSE, chunk, sending
 
 Script = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -76,10 +77,13 @@ class Site:
 def site(scripted: Any, proxy: Any) -> Any:
     """Start it: `await site(encode_script, ...)`."""
 
-    async def start(*encode: Script, answer: dict[str, Any] = CHAT_ANSWER, **changes: Any) -> Site:
+    async def start(
+        *encode: Script, answer: dict[str, Any] = CHAT_ANSWER, decoding: Script | None = None, **changes: Any
+    ) -> Site:
         site = Site()
         prefill = await scripted(site.noting("prefill", answering(answer | {"kv_transfer_params": NIXL})))
-        decode = await scripted(site.noting("decode", answering(answer | {"ec_transfer_params": ENCODED})))
+        decoding = decoding or answering(answer | {"ec_transfer_params": ENCODED})
+        decode = await scripted(site.noting("decode", decoding))
         engines = [await scripted(site.noting(f"encode-{place}", each)) for place, each in enumerate(encode)]
         urls = [engine.url for engine in engines]
         site.running = await proxy([prefill.url], [decode.url], encode=urls, **changes)
@@ -136,7 +140,8 @@ async def test_a_picture_is_encoded_then_prefilled_then_decoded(site: Any, path:
     assert third == client
 
     assert got.headers["x-kvparams-encode"] == "encode-0"
-    assert not (got.json().get("ec_transfer_params") or got.json().get("kv_transfer_params"))
+    assert not got.json().get("ec_transfer_params")
+    assert not got.json().get("kv_transfer_params")
     assert HASH not in got.text
     assert "127.0.0.1" not in got.text
     assert await there.running.metric('kvparams_proxy_encodings_total{encoded="yes"}') == 1
@@ -153,7 +158,7 @@ async def test_a_long_picture_is_found_too(site: Any) -> None:
 
 
 async def test_a_client_that_wants_a_stream_has_its_picture_encoded_without_one(site: Any) -> None:
-    there = await site(encoding())
+    there = await site(encoding(), decoding=sending(SSE + chunk(EVENT) + chunk(DONE) + b"0\r\n\r\n"))
     body = chat(stream=True, stream_options={"include_usage": True}, logprobs=True, max_completion_tokens=9)
     assert (await there.running.client.post("/v1/chat/completions", json=body)).status_code == 200
     assert there.order == ["encode-0", "prefill", "decode"]

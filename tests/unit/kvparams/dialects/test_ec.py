@@ -11,7 +11,14 @@ from kvparams.dialects.ec import write_encodings
 from kvparams.dialects.interface import HandoffMissing
 from tests.support.kvparams.dialect_messages import JSON
 
-GOOD = {"item_indices": [0, 2], "metadata": {}, "peer_host": "h", "peer_port": 5601, "size_bytes": 512, "shape": [2, 64]}
+GOOD = {
+    "item_indices": [0, 2],
+    "metadata": {},
+    "peer_host": "h",
+    "peer_port": 5601,
+    "size_bytes": 512,
+    "shape": [2, 64],
+}
 
 
 @pytest.mark.parametrize(

@@ -182,8 +182,7 @@ def test_what_pyyaml_itself_cannot_convert_is_refused_with_its_line(text: str) -
 def test_one_wrong_name_among_roles_is_the_only_problem() -> None:
     entry = "{id: a, url: 'http://h', labels: {model: y}}"
     assert problems_of(f"roles: {{prefil: {{model: x}}, decode: {{model: y}}}}\ninstances: [{entry}]") == (
-        "line 1: roles.prefil: is not known here; did you mean prefill? known: prefill, decode, aggregated, "
-            "encode",
+        "line 1: roles.prefil: is not known here; did you mean prefill? known: prefill, decode, aggregated, encode",
     )
     control = problems_of(f"roles: {{decode: {{model: z}}}}\ninstances: [{entry}]")
     assert "the labels match no role" in str(control)
