@@ -33,7 +33,7 @@ from kvparams_proxy.requests.long_body_receivers import (
     PromptInputReceiver,
     TokenIdsReceiver,
 )
-from kvparams_proxy.requests.media_detection import find_media_in_steps
+from kvparams_proxy.requests.media_detection import find_media_in_steps, may_have_media
 from kvparams_proxy.requests.media_uuids import media_uuid_changes, strip_media_uuids_in_steps
 from kvparams_proxy.requests.member_checks import CheckedMembers, check_members
 
@@ -48,7 +48,6 @@ _NEEDED: Final = frozenset(
 """Members whose values are looked at, whatever else there is."""
 _TOKEN_IDS: Final[Mapping[EndpointKind, str]] = {"completions": "prompt", "generate": "token_ids"}
 """The member that may be a long list of token ids."""
-_WITH_MEDIA: Final = ("chat", "messages", "responses")
 _UNCHANGED: Final[Mapping[str, bytes | None]] = {}
 
 
@@ -117,7 +116,7 @@ def parse_request(
             rest, spans = edit_with_spans(rest, spans, changes)
     kept = document if keep_document or (keep_streamed and members[4]) else None
     parsed = _request(members, rest, spans, request_id, transfer_id, client, session, kept, rest is not body)
-    if kind in _WITH_MEDIA and (media := _finish(find_media_in_steps(kind, rest, spans))):
+    if may_have_media(kind, document) and (media := _finish(find_media_in_steps(kind, rest, spans))):
         parsed.facts = parsed.facts._replace(media=media)
     return parsed
 

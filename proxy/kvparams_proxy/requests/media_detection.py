@@ -6,14 +6,14 @@ written with escapes, is encoded where there is no encode engine; what is taken 
 
 import re
 from collections.abc import Generator, Mapping
-from typing import Final
+from typing import Final, cast
 
 import xxhash
 
 from kvparams.jsontext.scanner import MemberSpan
 from kvparams_proxy.requests.endpoints import EndpointKind
 
-__all__ = ["find_media_in_steps"]
+__all__ = ["find_media_in_steps", "may_have_media"]
 
 _SEARCHED: Final[Mapping[EndpointKind, str]] = {"chat": "messages", "messages": "messages", "responses": "input"}
 """The member that holds messages."""
@@ -32,6 +32,17 @@ _LONGEST_MEMBER: Final = 64
 """A match may reach so far from one window into the next."""
 _HASHED_BYTES: Final = 64 << 10
 """Of a medium. Two that begin alike only go to the same engine."""
+
+
+def may_have_media(kind: EndpointKind, document: Mapping[str, object]) -> bool:
+    """Returns whether a parsed chat has messages that are more than one text each: most have not."""
+    items = document.get(_SEARCHED.get(kind, ""))
+    if type(items) is not list:
+        return False
+    if kind == "responses":
+        return True
+    messages = cast("list[dict[str, object]]", items)
+    return any(type(message.get("content")) is list for message in messages)
 
 
 def find_media_in_steps(kind: EndpointKind, body: bytes, spans: Mapping[str, MemberSpan]) -> Generator[None, None, str]:

@@ -95,7 +95,9 @@ def test_a_picture_is_encoded_here_prefilled_there_and_answered_elsewhere(site: 
     assert [got.headers[f"x-kvparams-{role}"] for role in ("encode", "prefill", "decode")] == ["E", "P", "D"]
     assert got.json()["ec_transfer_params"] is None
     assert len(set(site.encodings.iterdir()) - before) == 1
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    tools: list[dict[str, Any]] = [
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    ]
     plain = _post(site.proxy, make_chat(picture, tools=tools, tool_choice="none"))
     assert plain.headers["x-kvparams-encode"] == "E"
 

@@ -24,7 +24,9 @@ CHAT_ANSWER = {
 }
 PICTURE = "data:image/png;base64," + "iVBORw0KGgo" * 100
 LONG_PICTURE = "data:image/png;base64," + "iVBORw0KGgo" * 100_000
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+]
 
 
 def chat(url: str = PICTURE, **more: Any) -> dict[str, Any]:
@@ -82,8 +84,8 @@ def site(scripted: Any, proxy: Any) -> Any:
     ) -> Site:
         site = Site()
         prefill = await scripted(site.noting("prefill", answering(answer | {"kv_transfer_params": NIXL})))
-        decoding = decoding or answering(answer | {"ec_transfer_params": ENCODED})
-        decode = await scripted(site.noting("decode", decoding))
+        telling: Script = answering(answer | {"ec_transfer_params": ENCODED})
+        decode = await scripted(site.noting("decode", decoding or telling))
         engines = [await scripted(site.noting(f"encode-{place}", each)) for place, each in enumerate(encode)]
         urls = [engine.url for engine in engines]
         site.running = await proxy([prefill.url], [decode.url], encode=urls, **changes)
@@ -122,7 +124,7 @@ async def garbling(body: bytes, reader: asyncio.StreamReader, writer: asyncio.St
 @pytest.mark.parametrize("path", REQUESTS)
 async def test_a_picture_is_encoded_then_prefilled_then_decoded(site: Any, path: str) -> None:
     there = await site(encoding(answer=ANSWERS[path]), answer=ANSWERS[path])
-    client = REQUESTS[path] | {"tools": TOOLS, "mm_processor_kwargs": {"max_pixels": 512}}
+    client: dict[str, Any] = REQUESTS[path] | {"tools": TOOLS, "mm_processor_kwargs": {"max_pixels": 512}}
     got = await there.running.client.post(path, json=client, headers={"x-request-id": "req-7"})
     assert got.status_code == 200, got.text
     assert there.order == ["encode-0", "prefill", "decode"]
@@ -162,7 +164,7 @@ async def test_a_client_that_wants_a_stream_has_its_picture_encoded_without_one(
     body = chat(stream=True, stream_options={"include_usage": True}, logprobs=True, max_completion_tokens=9)
     assert (await there.running.client.post("/v1/chat/completions", json=body)).status_code == 200
     assert there.order == ["encode-0", "prefill", "decode"]
-    more = {"stream": False, "ignore_eos": True, "max_completion_tokens": 1, "max_tokens": 1}
+    more: dict[str, Any] = {"stream": False, "ignore_eos": True, "max_completion_tokens": 1, "max_tokens": 1}
     assert there.bodies[0] == chat(**more)
     assert there.bodies[2]["stream"] is True
 
