@@ -5,7 +5,7 @@ are no KV, so no proxy routes prefill or decode legs with this dialect: it is th
 """
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, cast
 
 from pydantic_core import PydanticSerializationError
 
@@ -73,9 +73,9 @@ def write_encodings(said: Mapping[str, object]) -> bytes:
         problem = ID.find_problem(name, ()) or OBJECT.find_problem(encoding, ("encoding",))
         if problem is not None:
             raise _impossible(str(problem))
-        assert isinstance(encoding, dict)
+        members = cast("dict[str, object]", encoding)
         for member, form in _MEMBERS.items():
-            value: object = encoding.get(member)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            value = members.get(member)
             if value is not None and (problem := form.find_problem(value, ("encoding", member))) is not None:
                 raise _impossible(str(problem))
     try:

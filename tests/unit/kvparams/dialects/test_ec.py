@@ -11,7 +11,7 @@ from kvparams.dialects.ec import write_encodings
 from kvparams.dialects.interface import HandoffMissing
 from tests.support.kvparams.dialect_messages import JSON
 
-GOOD = {
+GOOD: dict[str, Any] = {
     "item_indices": [0, 2],
     "metadata": {},
     "peer_host": "h",
