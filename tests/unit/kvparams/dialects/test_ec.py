@@ -35,29 +35,29 @@ def test_what_engines_say_is_handed_on_as_it_is(said: dict[str, Any]) -> None:
     assert json.loads(write_encodings(said)) == said
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"": GOOD},
-        {"a b": GOOD},
-        {"x" * 257: GOOD},
-        {"a": None},
-        {"a": [GOOD]},
-        {"a": {**GOOD, "peer_host": 7}},
-        {"a": {**GOOD, "peer_host": "h/x"}},
-        {"a": {**GOOD, "peer_port": "5601"}},
-        {"a": {**GOOD, "peer_port": 65_536}},
-        {"a": {**GOOD, "peer_port": True}},
-        {"a": {**GOOD, "size_bytes": -1}},
-        {"a": {**GOOD, "shape": [1] * 9}},
-        {"a": {**GOOD, "shape": [2**40, 1]}},
-        {"a": {**GOOD, "item_indices": list(range(5000))}},
-        {"a": {**GOOD, "metadata": "x"}},
-        {"a": {**GOOD, "text": "\ud800"}},
-        {f"{number}": {} for number in range(1025)},
-        {"a": {"of a later release": ["x" * 4096] * 100}},
-    ],
-)
+IMPOSSIBLE: list[dict[str, Any]] = [
+    {"": GOOD},
+    {"a b": GOOD},
+    {"x" * 257: GOOD},
+    {"a": None},
+    {"a": [GOOD]},
+    {"a": {**GOOD, "peer_host": 7}},
+    {"a": {**GOOD, "peer_host": "h/x"}},
+    {"a": {**GOOD, "peer_port": "5601"}},
+    {"a": {**GOOD, "peer_port": 65_536}},
+    {"a": {**GOOD, "peer_port": True}},
+    {"a": {**GOOD, "size_bytes": -1}},
+    {"a": {**GOOD, "shape": [1] * 9}},
+    {"a": {**GOOD, "shape": [2**40, 1]}},
+    {"a": {**GOOD, "item_indices": list(range(5000))}},
+    {"a": {**GOOD, "metadata": "x"}},
+    {"a": {**GOOD, "text": "\ud800"}},
+    {f"{number}": {} for number in range(1025)},
+    {"a": {"of a later release": ["x" * 4096] * 100}},
+]
+
+
+@pytest.mark.parametrize("said", IMPOSSIBLE)
 def test_what_is_out_of_bounds_is_not_handed_on(said: dict[str, Any]) -> None:
     with pytest.raises(HandoffMissing, match="the encode engine's ec_transfer_params"):
         write_encodings(said)
