@@ -17,8 +17,6 @@ from kvparams.jsontext.writing import write_json
 __all__ = ["EC_NAME", "EC_TABLE", "write_encodings"]
 
 EC_NAME: Final = "ec"
-_SHAPE: Final = ListType(IntegerType(0, 2**31 - 1), 8)
-_INDICES: Final = ListType(IntegerType(0, 65_535), 4096)
 _ITEMS: Final = ListType(OBJECT, 1024)
 _ITEM: Final = ("*",)
 _MOST_ENCODINGS: Final = 1024
@@ -41,12 +39,12 @@ EC_TABLE: Final = DialectTable(
         NativeKey("*", ANYTHING, "RD", "an object: one encoding, under the engine's hash of the medium"),
         NativeKey("ec_items", _ITEMS, "PD", "encodings that a Mooncake producer pushes, in the order of the media"),
         NativeKey("consumer_zmq", ID, "P", "where that producer reaches the consumer", address="url"),
-        NativeKey("item_indices", _INDICES, "RD", "which media of the prompt it is of", parents=_ITEM),
-        NativeKey("metadata", OBJECT, "RD", "what a consumer needs in place of the medium", parents=_ITEM),
-        NativeKey("peer_host", HOST, "RD", "who has the encoding", parents=_ITEM, address="host"),
-        NativeKey("peer_port", PORT, "RD", "where it is asked for it", parents=_ITEM, address="port"),
-        NativeKey("size_bytes", WHOLE, "RD", "how long it is", parents=_ITEM),
-        NativeKey("shape", _SHAPE, "RD", "rows and width", parents=_ITEM),
+        NativeKey("item_indices", ANYTHING, "RD", "which media of the prompt it is of", parents=_ITEM),
+        NativeKey("metadata", ANYTHING, "RD", "what a consumer needs in place of the medium", parents=_ITEM),
+        NativeKey("peer_host", ANYTHING, "RD", "who has the encoding", parents=_ITEM, address="host"),
+        NativeKey("peer_port", ANYTHING, "RD", "where it is asked for it", parents=_ITEM, address="port"),
+        NativeKey("size_bytes", ANYTHING, "RD", "how long it is", parents=_ITEM),
+        NativeKey("shape", ANYTHING, "RD", "rows and width", parents=_ITEM),
     ),
     notes=(
         "The encode engine is the producer: prefill is the request to it, and decode the request to the engine that "
@@ -57,8 +55,14 @@ EC_TABLE: Final = DialectTable(
     ),
 )
 _MEMBERS: Final[Mapping[str, ValueType]] = {
-    row.name: row.value_type for row in EC_TABLE.native_keys if row.parents == _ITEM
+    "item_indices": ListType(IntegerType(0, 65_535), 4096),
+    "metadata": OBJECT,
+    "peer_host": HOST,
+    "peer_port": PORT,
+    "size_bytes": WHOLE,
+    "shape": ListType(IntegerType(0, 2**31 - 1), 8),
 }
+"""The forms in which members of an encoding are handed on: a table judges no members of objects of any name."""
 
 
 def write_encodings(said: Mapping[str, object]) -> bytes:
