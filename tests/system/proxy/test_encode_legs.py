@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream.types import UpstreamLimits
 from tests.support.waiting import until
 from tests.system.proxy.test_legs import ANSWER, NIXL, answering
@@ -316,6 +317,19 @@ async def test_one_picture_goes_to_one_encode_engine_and_many_go_to_all(site: An
     for number in range(20):
         await ask(number, "Who?")
     assert len({who for who in there.order if who.startswith("encode")}) == 3
+
+
+async def test_a_route_is_explained_by_the_leg_that_costs_most(site: Any) -> None:
+    """The control: the request that is explained has an encode leg."""
+    there = await site(encoding(), admin_token=Secret("token"))
+    bearer = {"authorization": "Bearer token"}
+    path = "/v1/chat/completions"
+    got = await there.running.client.post(f"/admin/explain-route?path={path}", json=chat(), headers=bearer)
+    assert got.status_code == 200, got.text
+    assert (got.json()["role"], got.json()["chosen"]) == ("prefill", "prefill-0")
+    assert there.order == []
+    assert (await there.running.client.post(path, json=chat())).status_code == 200
+    assert there.order == ["encode-0", "prefill", "decode"]
 
 
 async def test_health_and_admission_do_not_need_encode_engines(site: Any, scripted: Any) -> None:

@@ -362,6 +362,32 @@ def test_engines_whose_connector_saves_share_a_store_unless_they_say_otherwise()
     assert default_spec_rules().store_connectors == {"content", "legacy", "store", "store-drop"}
 
 
+def test_encode_engines_have_a_dialect_of_their_own_whatever_the_default() -> None:
+    for said in ("", ", connector: ec"):
+        text = f"defaults: {{connector: nixl}}\n{fleet_text('e', role='encode', more=said)}"
+        (entry,) = parse_fleet_document(text, RULES).entries
+        assert (entry.role, entry.dialect, entry.store) == (Role.ENCODE, "ec", None)
+    found = parse_fleet_document(
+        "roles: {encode: {kind: e}}\ninstances: [{id: e, url: 'http://h', labels: {kind: e}}]", RULES
+    )
+    assert [entry.role for entry in found.entries] == [Role.ENCODE]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (fleet_text("e", role="encode", more=", connector: nixl"), "leave it out for an encode engine"),
+        (fleet_text("p", role="prefill", more=", connector: ec"), "ec is only for encode engines"),
+        (fleet_text("e", role="encode", more=", kv_events: 'tcp://h:1'"), "only for engines that prefill"),
+        (fleet_text("e", role="encode", more=", bootstrap: 'http://h:1'"), "only for prefill engines"),
+        ("defaults: {connector: ec}\n" + fleet_text("p"), "defaults.connector"),
+    ],
+)
+def test_what_makes_no_sense_for_an_encode_engine_is_refused(text: str, said: str) -> None:
+    (problem,) = problems_of(text)
+    assert said in problem
+
+
 def test_the_common_key_is_not_for_who_has_one_of_its_own() -> None:
     everybody = EngineCredentials(key=Secret("sk-all"))
     rules = SpecRules(
