@@ -19,10 +19,11 @@ __all__ = ["EC_NAME", "EC_TABLE", "write_encodings"]
 EC_NAME: Final = "ec"
 _ITEMS: Final = ListType(OBJECT, 1024)
 _ITEM: Final = ("*",)
-_MOST_ENCODINGS: Final = 1024
-"""Media of one request; vLLM 0.32.0 takes 999 of a kind by default (config/multimodal.py)."""
-_MOST_BYTES: Final = 256 << 10
-"""Of the text. An encoding takes some 300 bytes, and that of a video a few thousand."""
+_MOST_ENCODINGS: Final = 256
+"""Media of one request."""
+_MOST_BYTES: Final = 64 << 10
+"""Of the text. An encoding takes some 250 bytes, and that of a video a few thousand. To look through more would hold
+the event loop for too long; prefill encodes the media of such a request."""
 
 EC_TABLE: Final = DialectTable(
     name=EC_NAME,
@@ -56,13 +57,13 @@ EC_TABLE: Final = DialectTable(
 )
 _MEMBERS: Final[Mapping[str, ValueType]] = {
     "item_indices": ListType(IntegerType(0, 65_535), 4096),
-    "metadata": OBJECT,
     "peer_host": HOST,
     "peer_port": PORT,
     "size_bytes": WHOLE,
     "shape": ListType(IntegerType(0, 2**31 - 1), 8),
 }
-"""The forms in which members of an encoding are handed on: a table judges no members of objects of any name."""
+"""The forms in which members of an encoding are handed on: a table judges no members of objects of any name. Of others
+only their length is bounded."""
 
 
 def write_encodings(said: Mapping[str, object]) -> bytes:
@@ -71,23 +72,22 @@ def write_encodings(said: Mapping[str, object]) -> bytes:
     Raises:
         HandoffMissing: a value is out of bounds.
     """
-    if len(said) > _MOST_ENCODINGS:
-        raise _impossible(f"more than {_MOST_ENCODINGS} encodings")
+    try:
+        text = write_json(said)
+    except PydanticSerializationError:
+        raise _impossible("no JSON") from None
+    if len(said) > _MOST_ENCODINGS or len(text) > _MOST_BYTES:
+        raise _impossible(f"more than {_MOST_ENCODINGS} encodings or {_MOST_BYTES} bytes")
     for name, encoding in said.items():
-        problem = ID.find_problem(name, ()) or OBJECT.find_problem(encoding, ("encoding",))
-        if problem is not None:
+        if (problem := ID.find_problem(name, ())) is not None:
             raise _impossible(str(problem))
+        if not isinstance(encoding, dict):
+            raise _impossible("an encoding that is no object")
         members = cast("dict[str, object]", encoding)
         for member, form in _MEMBERS.items():
             value = members.get(member)
             if value is not None and (problem := form.find_problem(value, ("encoding", member))) is not None:
                 raise _impossible(str(problem))
-    try:
-        text = write_json(said)
-    except PydanticSerializationError:
-        raise _impossible("no JSON") from None
-    if len(text) > _MOST_BYTES:
-        raise _impossible(f"more than {_MOST_BYTES} bytes")
     return text
 
 
