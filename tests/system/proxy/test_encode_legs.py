@@ -9,6 +9,7 @@ import pytest
 
 from kvparams.instances import Role
 from kvparams.routing.admission import QueueLimits, RoleLimits
+from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream.types import UpstreamLimits
 from tests.support.waiting import until
@@ -339,6 +340,24 @@ async def test_one_picture_goes_to_one_encode_engine_and_many_go_to_all(site: An
     for number in range(20):
         await ask(number, "Who?")
     assert len({who for who in there.order if who.startswith("encode")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("local", "mode"),
+    [
+        ("prefill-0", "prefill_local_decode_remote"),
+        ("decode-0", "decode_local_prefill_remote"),
+        (None, "concurrent_legs"),
+        (None, "conditional"),
+    ],
+)
+async def test_every_mode_that_splits_has_an_encode_leg(site: Any, local: str | None, mode: str) -> None:
+    """Also beside an engine."""
+    there = await site(encoding(), local_id=local, modes=(ManagerMode(mode),))
+    got = await there.running.client.post("/v1/chat/completions", json=chat(PICTURE * 3))
+    assert got.status_code == 200, got.text
+    assert there.order == ["encode-0", "prefill", "decode"]
+    assert there.bodies[1]["ec_transfer_params"] == ENCODED
 
 
 async def test_a_route_is_explained_by_the_leg_that_costs_most(site: Any) -> None:
