@@ -72,6 +72,11 @@ class Path:
     def peer_source(self, instance: Instance) -> str | None:
         return None
 
+    def encode_changes(self) -> dict[str, bytes | None]:
+        return {}
+
+    def record_encoding(self, problem: str | None) -> None: ...
+
     def one_token_changes(self) -> dict[str, bytes | None]:
         return CUT
 

@@ -32,6 +32,8 @@ class Role(StrEnum):
     DECODE = "decode"
     AGGREGATED = "aggregated"
     """It does both, for requests that are not split."""
+    ENCODE = "encode"
+    """It encodes images, audio and video, and hands the encodings to the engine that computes the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,8 @@ class RequestFacts(NamedTuple):
     one (`kvparams.routing.foreign_prefixes`)."""
     restrictions: Mapping[Role, InstanceRestriction] = _UNRESTRICTED
     """Restrictions by role: the endpoints that a gateway allows, or the prefill engine that a picker has chosen."""
+    media: str = ""
+    """Names the first image, audio or video in the prompt, equally where its content is equal; empty without one."""
 
 
 C = TypeVar("C", bound=Candidate)

@@ -1,4 +1,4 @@
-"""Holds what a prefill engine answered against the instance that answered it, before it goes into a decode leg.
+"""Holds what an engine answered against the instance that answered it, before it goes into the leg of another engine.
 
 An engine's answer tells another engine where to connect to. An address in it must be one of the instance's own: the
 host of one of its URLs, what that host has led the proxy to, or what the operator has declared. Which members are
@@ -40,7 +40,7 @@ _PLACE: Final = re.compile(
 
 
 class HandoffRefused(HandoffMissing):
-    """The prefill engine's answer contains a value that may not go into a decode leg.
+    """An engine's answer contains a value that may not go into the leg of another one.
 
     The message names no address, because clients see it too.
     """
@@ -374,7 +374,7 @@ def _owned(own: _InstanceAddresses, place: tuple[str, int | None] | None, reache
 
 def _refused(instance: Instance, reason: HandoffRefusalReason, what: str) -> HandoffRefused:
     if reason == "value":
-        said = "the prefill engine's answer has a value that is impossible for its connector"
+        said = f"the {instance.role} engine's answer has a value that is impossible for its connector"
         return HandoffRefused(said, reason, f"{instance.id} answered {what}")
     if reason == "rank":
         said = (
@@ -383,7 +383,7 @@ def _refused(instance: Instance, reason: HandoffRefusalReason, what: str) -> Han
         )
         return HandoffRefused(said, reason, f"{instance.id} answered {what}")
     said = (
-        "the prefill engine's answer names an address that is not declared for the engine. The proxy's log has "
-        "the address; if it is right, add it to `addresses` of the instance"
+        f"the {instance.role} engine's answer names an address that is not declared for the engine. The proxy's log "
+        "has the address; if it is right, add it to `addresses` of the instance"
     )
     return HandoffRefused(said, reason, f"{instance.id} answered {what}")

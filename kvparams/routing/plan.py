@@ -5,7 +5,7 @@ never how: connections, load, queues and clocks belong to the executor. Nothing 
 """
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, final
 
 from kvparams.dialects.interface import BootstrapInfo, Dialect, ReleaseRequest
@@ -34,7 +34,8 @@ class AcquireInstance:
 
     The plan is sent an `Instance`, whose load counts from then on until its leg ends or it is given back. `LegFailed`
     is raised in the plan if the KV that it holds is given up before there is room, or if no instance is left that may
-    be paired with `paired_with` while other pairs are.
+    be paired with `paired_with` while other pairs are. For an encode instance, which a request can do without, it is
+    raised whenever none is granted.
     """
 
     role: Role
@@ -82,6 +83,8 @@ class LegResult:
 
     kv_transfer_params: Mapping[str, object]
     """That object of the answer; empty where there was none."""
+    ec_transfer_params: Mapping[str, object] = field(default_factory=dict[str, object])
+    """The same of an encode leg's answer."""
 
 
 class StreamProgress(NamedTuple):
@@ -162,6 +165,19 @@ class ExecutionContext(Protocol):
 
     def one_token_changes(self) -> Mapping[str, bytes | None]:
         """The changes that make the client's body ask for its prompt to be computed, and one token."""
+        ...
+
+    def encode_changes(self) -> Mapping[str, bytes | None]:
+        """The changes that make the client's body ask for encodings of its images, audio and video alone."""
+        ...
+
+    def record_encoding(self, problem: str | None) -> None:
+        """Records how the encode step of this request ended.
+
+        Args:
+            problem: why the engine that computes the prompt has to encode all media itself, for the operator; None
+                where an encode engine has done it.
+        """
         ...
 
     def now(self) -> float:

@@ -1,10 +1,10 @@
 """The life of one request: its states, the ways between them, and what it holds until it gives it back.
 
-    created -> queued -> prefill -> result -> queued -> decode -> first_byte -> done
+    created -> encode -> queued -> prefill -> result -> queued -> decode -> first_byte -> done
 
-Every state leads to `done`; `queued` is entered only by those who must wait; a further attempt goes back; where both
-legs run at once, `prefill` leads to `decode` at once. A request is not done while it holds anything, and it reaches
-`done` once.
+Every state leads to `done`; `queued` is entered only by those who must wait, `encode` only by those whose media an
+encode engine takes; a further attempt goes back; where both legs run at once, `prefill` leads to `decode` at once. A
+request is not done while it holds anything, and it reaches `done` once.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,14 @@ from kvparams.routing.plan import KVLease
 
 __all__ = ["TRANSITIONS", "LifecycleError", "LifecycleState", "RequestLifecycle", "RequestOutcome", "StateSpan"]
 
-LifecycleState = Literal["created", "queued", "prefill", "result", "decode", "first_byte", "done"]
+LifecycleState = Literal["created", "queued", "encode", "prefill", "result", "decode", "first_byte", "done"]
 RequestOutcome = Literal["ok", "refused", "failed", "midway", "gone"]
 """How a request ended: well; with a 4xx; with a 5xx; with an error in its stream; without its client."""
 
 TRANSITIONS: Final[dict[LifecycleState, frozenset[LifecycleState]]] = {
-    "created": frozenset(("queued", "prefill", "decode", "done")),
-    "queued": frozenset(("queued", "prefill", "decode", "done")),
+    "created": frozenset(("queued", "encode", "prefill", "decode", "done")),
+    "queued": frozenset(("queued", "encode", "prefill", "decode", "done")),
+    "encode": frozenset(("queued", "encode", "prefill", "decode", "done")),
     "prefill": frozenset(("prefill", "result", "decode", "queued", "done")),
     "result": frozenset(("queued", "prefill", "decode", "done")),
     "decode": frozenset(("first_byte", "queued", "prefill", "decode", "done")),

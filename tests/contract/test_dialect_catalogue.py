@@ -25,7 +25,7 @@ Case = dict[str, Any]
 TABLES = load_tables()
 LEGS = ("prefill", "prefill_result", "decode")
 WORDS = re.compile(r"[0-9]")
-UNDATED = {"neuron": "not known here", "trio": "No release"}
+UNDATED = {"ec": "were not read", "neuron": "not known here", "trio": "No release"}
 """Dialects without a first release, and what their notes say of it."""
 
 

@@ -196,6 +196,21 @@ def test_the_offload_tier_reads_our_keys() -> None:
     assert {"max_load_tokens", "kv_load_tiers"} <= scheduler & ours(table, "D", KNOWN["vllm"])
 
 
+def test_encode_engines_answer_with_our_keys_and_prefill_reads_them() -> None:
+    folder, table = "vllm/distributed/ec_transfer/ec_connector", TABLES["ec"]
+    inside = {row.name for row in table.native_keys if row.parents}
+    answered = function(source(f"{folder}/utils.py"), "collect_ec_item_metadata")
+    assert {"item_indices", "metadata"} == inside & texts(answered)
+    scheduler = source(f"{folder}/cpu/scheduler/__init__.py")
+    addressed = {"peer_host", "peer_port", "size_bytes", "shape"}
+    finished = function(scheduler, "request_finished")
+    said = {one.arg for node in ast.walk(finished) if isinstance(node, ast.Call) for one in node.keywords}
+    assert addressed == said == inside - {"item_indices", "metadata"}
+    assert read_keys(scheduler, "remote", "info") == addressed
+    pushed = read_keys(source(f"{folder}/mooncake/scheduler.py"), "params")
+    assert pushed == {row.name for row in table.native_keys if not row.parents} - {"*"}
+
+
 def test_lmcache_reads_and_answers_with_our_keys() -> None:
     tree, table = source("lmcache/integration/vllm/vllm_v1_adapter.py"), TABLES["lmcache-pd"]
     spec = {row.name for row in table.native_keys if row.parents == ("disagg_spec",)}

@@ -1,5 +1,7 @@
 """Tracks the attempts of one request's plan: the attempt number, its instances, and the instances that failed."""
 
+from collections.abc import Mapping
+
 from kvparams.instances import Instance, RequestFacts
 from kvparams.routing.plan import ExecutionContext, LegFailed, StreamProgress
 
@@ -9,7 +11,7 @@ __all__ = ["AttemptState"]
 class AttemptState:
     """The state of one plan, whose steps change it."""
 
-    __slots__ = ("attempt", "context", "decode", "failed", "prefill", "request", "sent", "transfer")
+    __slots__ = ("attempt", "context", "decode", "encodings", "failed", "prefill", "request", "sent", "transfer")
 
     def __init__(self, request: RequestFacts, context: ExecutionContext) -> None:
         self.request = request
@@ -26,6 +28,8 @@ class AttemptState:
         """The prefill instance that is held for the next leg."""
         self.decode: Instance | None = None
         """The decode instance that is held for the next leg."""
+        self.encodings: Mapping[str, bytes | None] | None = None
+        """The changes that tell prefill legs of encodings; None before the encode step (`encode_media`)."""
 
     def begin_next(self) -> None:
         """Another attempt follows, with a transfer id of its own."""

@@ -95,8 +95,9 @@ def _leg_pair(documents: LegDocuments, state: AttemptState, prefill: Instance, d
     first = documents.leg_changes(asked, *about, "prefill", speech.mode, prefill, None, prefill_members)
     second = documents.leg_changes(told, *about, "decode", speech.mode, prefill, decode, members)
     lease = KVLease(prefill, context.now() + speech.lease_s, transfer, attempt, speech.release_request(told.text))
+    changes = {**cut, **beside_prefill, **first, **(state.encodings or {})}
     return LegPair(
-        Leg(prefill, {**cut, **beside_prefill, **first}, answers_client=False, resume_from=state.sent),
+        Leg(prefill, changes, answers_client=False, resume_from=state.sent),
         Leg(decode, {**beside, **second}, answers_client=True, resume_from=state.sent),
         lease,
     )

@@ -9,6 +9,7 @@ from kvparams.peer_reads import peer_source_members
 from kvparams.routing.managers.aggregated import Aggregated
 from kvparams.routing.managers.attempt_state import AttemptState
 from kvparams.routing.managers.concurrent_attempt import attempt_concurrently
+from kvparams.routing.managers.encode_step import encode_media
 from kvparams.routing.managers.leg_documents import LegDocuments, add_prompt_ids, request_members
 from kvparams.routing.managers.manager_options import ManagerOptions
 from kvparams.routing.managers.prefill_handoff import PrefillHandoff, accept_prefill_result, release_abandoned
@@ -65,6 +66,8 @@ class PrefillThenDecode:
         """
         state = state or AttemptState(request, context)
         while not (request.prompt_scored or (self._decode_alone and not context.has_candidates(_PREFILL))):
+            if state.encodings is None:
+                state.encodings = yield from encode_media(request, context)
             prefill = yield from self._choose(state)
             if prefill is None:
                 continue
@@ -124,7 +127,7 @@ class PrefillThenDecode:
         told = members if source is None else {**members, **peer_source_members(source)}
         asked = documents.native_from_text(add_prompt_ids(speech, speech.prefill_keys(transfer), request, state.sent))
         params = documents.leg_changes(asked, request, transfer, attempt, "prefill", speech.mode, prefill, None, told)
-        changes = {**context.one_token_changes(), **params}
+        changes = {**context.one_token_changes(), **params, **(state.encodings or {})}
         state.prefill = None  # its leg gives it back
         try:
             answer = as_result((yield Leg(prefill, changes, False, state.sent)))

@@ -90,6 +90,13 @@ class PairTrial:
         """See `ExecutionContext`."""
         return one_token_changes("completions", self._body, find_members(self._body))
 
+    def encode_changes(self) -> Mapping[str, bytes | None]:
+        """See `ExecutionContext`. The request of a check has no media."""
+        return self.one_token_changes()
+
+    def record_encoding(self, problem: str | None) -> None:
+        """See `ExecutionContext`."""
+
     def verify_handoff(self, instance: Instance, said: Mapping[str, object]) -> None:
         """See `ExecutionContext`."""
         self._pins.verify(instance, said, self._engines[instance].peer_addresses)

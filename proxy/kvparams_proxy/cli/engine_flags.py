@@ -1,9 +1,10 @@
-"""Reads the flags that name engines: `--prefill`, `--decode`, `--aggregated`, and what belongs to one of them."""
+"""Reads the flags that name engines, such as `--prefill` and `--encode`, and what belongs to one of them."""
 
 import argparse
 from collections.abc import Sequence
 from typing import Final, cast
 
+from kvparams.dialects.ec import EC_NAME
 from kvparams.instances import Role
 from kvparams.settings_model import did_you_mean
 from kvparams_proxy.cli.production_stack_flags import StaticFleet
@@ -26,6 +27,7 @@ def engine_specs(
     names: dict[Role, list[str]] = {role: [] for role in Role}
     bootstraps = _bootstraps(arguments, rules, problems)
     for role in Role:
+        connector = EC_NAME if role is Role.ENCODE else rules.connector
         for number, text in enumerate(cast("Sequence[str]", getattr(arguments, role.value))):
             name, equals, url = text.partition("=")
             if not equals or "://" in name:
@@ -37,10 +39,10 @@ def engine_specs(
                     check_id(name),
                     check_url(url),
                     role,
-                    rules.connector,
+                    connector,
                     bootstrap=bootstrap,
                     addresses=rules.addresses,
-                    store=default_store(rules.connector, rules),
+                    store=default_store(connector, rules),
                 )
                 entries += specs_by_rank(entry, _parse_ranks(ranks) if _RANKS in text else None)
             except ValueError as error:

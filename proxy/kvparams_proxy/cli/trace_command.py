@@ -36,6 +36,7 @@ _ATTEMPTS: Final = 300
 _WORDS: Final = {
     "created": "reading",
     "queued": "queue",
+    "encode": "encode",
     "prefill": "prefill",
     "result": "handoff",
     "decode": "first token",

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, TypeAdapter, ValidationInfo
 
+from kvparams.dialects.ec import EC_NAME
 from kvparams.instances import Role
 from kvparams.routing.handoff_verifier import parse_declared_address
 from kvparams.settings_model import Allowed, SettingsModel, check_setting, must_be_one_of
@@ -28,6 +29,7 @@ __all__ = [
     "EngineURL",
     "EventStream",
     "FilePath",
+    "InstanceConnector",
     "InstanceId",
     "Labels",
     "Ranks",
@@ -235,6 +237,10 @@ InstanceId = Annotated[
 EngineURL = Annotated[str, PlainValidator(check_url)]
 EngineRole = Annotated[Role, PlainValidator(_check_role)]
 Connector = Annotated[str, PlainValidator(lambda value, info: check_connector(value, rules_of(info)))]
+InstanceConnector = Annotated[
+    str, PlainValidator(lambda value, info: EC_NAME if value == EC_NAME else check_connector(value, rules_of(info)))
+]
+"""That of an encode engine as well, which cannot be a default."""
 LabelName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,252}$"),

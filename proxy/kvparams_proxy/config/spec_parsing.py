@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Final, cast
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
+from kvparams.dialects.ec import EC_NAME
 from kvparams.instances import Role
 from kvparams.settings_model import SettingsModel
 from kvparams_proxy.config.spec_fields import (
@@ -19,6 +20,7 @@ from kvparams_proxy.config.spec_fields import (
     EngineURL,
     EventStream,
     FilePath,
+    InstanceConnector,
     InstanceId,
     Labels,
     Ranks,
@@ -106,6 +108,7 @@ class RolesSection(SettingsModel):
     prefill: Selector | None = None
     decode: Selector | None = None
     aggregated: Selector | None = None
+    encode: Selector | None = None
 
     def selectors(self) -> dict[Role, LabelSelector]:
         """Returns the selectors that are given."""
@@ -132,7 +135,7 @@ class RemoteInstanceEntry(SettingsModel):
         Field(validate_default=True, description="the role of the engine; without it, `labels` and `roles` decide"),
     ] = None
     connector: Annotated[
-        Connector | None,
+        InstanceConnector | None,
         Field(validate_default=True, description="the engine's KV connector; `--connector` if left out"),
     ] = None
     bootstrap: Annotated[
@@ -184,6 +187,12 @@ class RemoteInstanceEntry(SettingsModel):
     @field_validator("connector")
     @classmethod
     def _use_common_connector(cls, connector: str | None, info: ValidationInfo) -> str:
+        if info.data.get("role") is Role.ENCODE:
+            if connector not in (None, EC_NAME):
+                raise ValueError("is for engines that hand over KV; leave it out for an encode engine")
+            return EC_NAME
+        if connector == EC_NAME:
+            raise ValueError(f"{EC_NAME} is only for encode engines")
         return rules_of(info).connector if connector is None else connector
 
     @field_validator("bootstrap")
@@ -199,7 +208,7 @@ class RemoteInstanceEntry(SettingsModel):
     def _check_events(cls, stream: str | None, info: ValidationInfo) -> str | None:
         if not rules_of(info).kv_events_installed:
             raise ValueError(KV_EVENTS_REQUIREMENT)
-        if info.data.get("role") is Role.DECODE:
+        if info.data.get("role") in (Role.DECODE, Role.ENCODE):
             raise ValueError("is only for engines that prefill; the proxy does not use the caches of others")
         return stream
 

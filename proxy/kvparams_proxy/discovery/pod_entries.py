@@ -29,8 +29,11 @@ _LLM_D_ROLE: Final = "llm-d.ai/role"
 _LLM_D_ROLES: Final[Mapping[str, str]] = {
     "both": "aggregated",
     "prefill-decode": "aggregated",
+    "encode-prefill-decode": "aggregated",
     "prefill": "prefill",
+    "encode-prefill": "prefill",
     "decode": "decode",
+    "encode": "encode",
 }
 _TEXTS: Final = ("connector", "group", "compatibility", "store")
 _MOST_LABELS: Final = 32

@@ -46,7 +46,9 @@ _OVERLAP: Final = 512
 _LOOKED_AT: Final = 16 << 10
 """Bytes of a member that are searched for addresses."""
 _COPIED_BYTES: Final = 1 << 20
-_NEEDED: Final = frozenset(("id", "object", "system_fingerprint", "error", "usage", "kv_transfer_params", "type"))
+_PARAMS: Final = ("kv_transfer_params", "ec_transfer_params")
+"""What an engine says to another one."""
+_NEEDED: Final = frozenset(("id", "object", "system_fingerprint", "error", "usage", "type", *_PARAMS))
 _SAYS_OF_ITSELF: Final = ("id", "object", "type", "system_fingerprint", "kv_transfer_params", "ec_transfer_params")
 _NAMES: Final = b"|".join(name.encode() for name in sorted(PRIVATE_MEMBERS))
 _PRIVATE: Final = re.compile(rb'([{,])[ \t\r\n]*"(?:%b)"[ \t\r\n]*:[ \t\r\n]*' % _NAMES)
@@ -126,14 +128,17 @@ class EngineResponse:
 
 
 def _check_params(receiver: AbridgedObjectReceiver) -> None:
-    """Raises an error for `kv_transfer_params` that cannot be handed on."""
-    field = receiver.fields.get("kv_transfer_params")
-    if field is not None and field.end - field.value > _MOST_PARAMS_BYTES:
-        raise JSONTextError("its kv_transfer_params are too long")
-    try:
-        to_json(receiver.document.get("kv_transfer_params"))
-    except ValueError as error:
-        raise JSONTextError("its kv_transfer_params are nested too deep, or no text") from error
+    """Raises an error for parameters of a transfer that cannot be handed on."""
+    for name in _PARAMS:
+        field = receiver.fields.get(name)
+        if field is None:
+            continue
+        if field.end - field.value > _MOST_PARAMS_BYTES:
+            raise JSONTextError(f"its {name} are too long")
+        try:
+            to_json(receiver.document.get(name))
+        except ValueError as error:
+            raise JSONTextError(f"its {name} are nested too deep, or no text") from error
 
 
 class _EngineResponseReceiver(AbridgedObjectReceiver):
@@ -154,7 +159,7 @@ class _EngineResponseReceiver(AbridgedObjectReceiver):
 
     def on_nested(self, name: str | None, opening: int) -> Receiver | None:
         """See `Receiver.on_nested`."""
-        if name == "kv_transfer_params" and opening == OPEN_OBJECT:
+        if name in _PARAMS and opening == OPEN_OBJECT:
             built = TreeBuilder(opening, _MOST_VALUES)
             self.document[name] = built.value
             return built

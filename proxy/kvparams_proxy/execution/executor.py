@@ -34,6 +34,7 @@ __all__ = ["Execution"]
 
 _PREFILL: Final = Role.PREFILL
 _DECODE: Final = Role.DECODE
+_ENCODE: Final = Role.ENCODE
 """By names of their own: in CPython 3.11 an attribute of an enumeration takes as long as a call."""
 _SHUTTING_DOWN: Final = "the proxy is shutting down"
 _RETRY_S: Final = 1
@@ -256,8 +257,11 @@ class Execution:
     def _stranded(self, step: AcquireInstance, error: ProxyError) -> EngineLegFailed | None:
         """Returns the failure for the plan when no instance was available, or None.
 
-        The plan fails over only if it has already chosen the other leg's engine and should choose it again.
+        The plan goes on without an encode instance. Otherwise it fails over only if it has already chosen the other
+        leg's engine and should choose it again.
         """
+        if step.role is _ENCODE:
+            return EngineLegFailed(error, claimed=False)
         if not isinstance(step.paired_with, Instance) or not self._context.should_fail_over(
             step.paired_with, step.avoid
         ):

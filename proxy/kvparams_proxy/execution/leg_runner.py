@@ -7,7 +7,7 @@ Each leg ends exactly once, and if one of two legs fails, the other is ended.
 
 from typing import Final, Protocol
 
-from kvparams.instances import Instance
+from kvparams.instances import Instance, Role
 from kvparams.routing.plan import Leg, LegFailed, LegPair, LegResult
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.client_errors import client_error_for
@@ -24,6 +24,11 @@ from kvparams_proxy.upstream.types import ResponseHead, ResponseSink, UpstreamEr
 
 __all__ = ["LegOwner", "LegRunner"]
 
+_ENCODE: Final = Role.ENCODE
+"""By a name of its own: in CPython 3.11 an attribute of an enumeration takes as long as a call."""
+_ENCODE_S: Final = 60.0
+"""The longest time for an encode leg, if prefill may not have less: longer, an engine that computes the prompt does not
+wait for an encoding either (vLLM 0.32.0 distributed/ec_transfer/ec_connector/cpu/scheduler)."""
 _LAST_WORD_S: Final = 0.5
 """The time for an engine that sees its client leave to close the connection, or to show that it had answered already;
 and to end its response behind the last event of its stream."""
@@ -119,7 +124,8 @@ class LegRunner(LegSettlement):
             on_answer, batcher = self._decode_answered, None
         running = self._running = RunningLeg(leg, resources, context, on_answer, self._fail, batcher)
         self._route.append(instance)
-        context.life.enter("decode" if answers_client else "prefill", instance.id)
+        is_encode = instance.role is _ENCODE
+        context.life.enter("decode" if answers_client else "encode" if is_encode else "prefill", instance.id)
         if not leg.changes:  # it computes everything: what a prefill that broke off may have left is for nobody
             context.abandon_kv(gone=False)
         if recorder is not None and leg.resume_from is not None:
@@ -133,7 +139,8 @@ class LegRunner(LegSettlement):
         settings = resources.settings
         if not answers_client:
             running.exchange = context.send_leg(leg, sink, recorder, False)
-            resources.deadlines.start(self._owner, settings.prefill_timeout_s)
+            limit_s = settings.prefill_timeout_s
+            resources.deadlines.start(self._owner, min(limit_s, _ENCODE_S) if is_encode else limit_s)
             return
         running.exchange = context.send_leg(leg, sink, recorder, context.claim_kv())
         limit_s = settings.decode_timeout_s
@@ -173,10 +180,16 @@ class LegRunner(LegSettlement):
         leg = running.leg
         if leg.answers_client and running.is_being_read:
             self._owner.end_without_client()
-        elif not leg.answers_client and not self._context.has_reusable_kv(leg) and exchange.half_close():
+        elif self._may_leave_kv(leg) and exchange.half_close():
             self._resources.deadlines.start(self._owner, _LAST_WORD_S)
         else:
             exchange.abort(UpstreamError("the client has left"))
+
+    def _may_leave_kv(self, leg: Leg) -> bool:
+        """Returns whether the engine of a leg that just ends may hold KV which only its answer names."""
+        if leg.answers_client or leg.instance.role is _ENCODE:
+            return False
+        return not self._context.has_reusable_kv(leg)
 
     def client_slow(self) -> None:
         """Throttles the engine that writes for the client."""

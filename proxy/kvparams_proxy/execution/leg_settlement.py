@@ -3,7 +3,7 @@
 `LegRunner` says when a leg has ended; what the fleet, the prefix cache model and the plan hear of it is said here.
 """
 
-from typing import Final
+from typing import Final, cast
 
 from kvparams.codec import kv_transfer_members
 from kvparams.errors import JSONTextError
@@ -24,6 +24,8 @@ from kvparams_proxy.upstream.types import ResponseHead, UpstreamError, UpstreamE
 __all__ = ["LegSettlement"]
 
 _ANSWERED: Final = LegResult({})
+_NO_PROMPT: Final = (Role.DECODE, Role.ENCODE)
+"""Roles whose legs that end say nothing of the prompts that their engines have cached."""
 
 
 class LegSettlement:
@@ -70,7 +72,7 @@ class LegSettlement:
 
         A leg that goes on with a broken stream has another prompt than the one that was looked up."""
         prefixes = self._resources.prefix_cache
-        if prefixes is not None and leg.instance.role is not Role.DECODE and leg.resume_from is None:
+        if prefixes is not None and leg.instance.role not in _NO_PROMPT and leg.resume_from is None:
             report_prefill_response(prefixes, self._context.account, answer)
 
     def report_stream(self, leg: Leg | None) -> None:
@@ -108,7 +110,9 @@ class LegSettlement:
         if error is not None or head.status != 200:
             return self._settle_failure(leg, head, answer.raw, error, gone, beside)
         try:
-            if not leg.answers_client:
+            if leg.instance.role is Role.ENCODE:
+                result = _encode_result(answer)
+            elif not leg.answers_client:
                 result = self._prefill_result(leg, answer, has_decode)
             elif gone:
                 return None
@@ -208,3 +212,17 @@ class LegSettlement:
         if not leg.answers_client or begun:
             return None
         return self._context.kv_producer if beside is None else beside.leg.instance
+
+
+def _encode_result(answer: EngineResponse) -> LegResult:
+    """Returns what an encode engine says of its encodings.
+
+    Raises:
+        JSONTextError: the answer is not a JSON object.
+        UpstreamErrorResponse: it is an error.
+    """
+    document = answer.document
+    if (reported := embedded_error(document)) is not None:
+        raise UpstreamErrorResponse(reported)
+    said = document.get("ec_transfer_params")
+    return LegResult({}, cast("dict[str, object]", said) if isinstance(said, dict) else {})

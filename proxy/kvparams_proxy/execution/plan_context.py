@@ -3,7 +3,9 @@
 KV that is held for the request is fetched, released or counted as orphaned.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from kvparams.dialects.interface import BootstrapInfo, Dialect, rank_key
 from kvparams.instances import Instance, Role
@@ -23,6 +25,10 @@ from kvparams_proxy.upstream.interface import ExchangeHandle
 from kvparams_proxy.upstream.types import ResponseSink
 
 __all__ = ["PlanContext"]
+
+_log: Final = logging.getLogger(__name__)
+_TOOLS: Final = ("tools", "tool_choice")
+"""Members of a chat that change its text alone. vLLM refuses them on an engine without a parser of tool calls."""
 
 
 class PlanContext:
@@ -121,6 +127,17 @@ class PlanContext:
         """See `ExecutionContext.one_token_changes`."""
         inbound = self.inbound
         return one_token_changes(self.endpoint.kind, inbound.body, inbound.member_spans, inbound.sampling_spans)
+
+    def encode_changes(self) -> Mapping[str, bytes | None]:
+        """See `ExecutionContext.encode_changes`."""
+        return {**self.one_token_changes(), **dict.fromkeys(_TOOLS)}
+
+    def record_encoding(self, problem: str | None) -> None:
+        """See `ExecutionContext.record_encoding`."""
+        self.account.is_encoded = problem is None
+        if problem is not None:
+            said = "no encode engine has encoded its media, so the engine of its prompt does"
+            _log.warning("request %s: %s: %s", self.inbound.facts.request_id, said, problem[:500])
 
     def now(self) -> float:
         """See `ExecutionContext.now`."""

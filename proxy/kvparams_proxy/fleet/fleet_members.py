@@ -115,7 +115,7 @@ class FleetMembers:
                 slow_start_s,
                 now,
                 call_later,
-                None if role is Role.DECODE else prefixes,
+                prefixes if role in (Role.PREFILL, Role.AGGREGATED) else None,
             )
             for role in Role
         }
@@ -284,9 +284,15 @@ class FleetMembers:
                 raise ValueError(f"two instances are called {instance.id!r}")
             backlog = EngineBacklog(self._now, self._usual)
             self._members[instance.id] = Member(instance, self._breakers.new(), backlog, ready=True)
+            self._count_pair_key(instance)
+
+    def _count_pair_key(self, instance: Instance) -> None:
+        if instance.role is not Role.ENCODE:  # it is paired with nobody
             self._pair_keys[pair_key(instance)] += 1
 
     def _forget_pair_key(self, instance: Instance) -> None:
+        if instance.role is Role.ENCODE:
+            return
         key = pair_key(instance)
         self._pair_keys[key] -= 1
         if not self._pair_keys[key]:
@@ -296,7 +302,7 @@ class FleetMembers:
         instance = replace(instance, incarnation=token_hex(8))  # whoever was called that before was another one
         pace = EngineBacklog(self._now, self._usual)
         member = self._members[instance.id] = Member(instance, self._breakers.new(), pace, ready=False)
-        self._pair_keys[pair_key(instance)] += 1
+        self._count_pair_key(instance)
         self._states.joined(member, ChangeCause(Evidence.OPERATOR, why))
         self._dispatchers_changed(member)
         for listener in self._listeners:

@@ -33,6 +33,7 @@ from kvparams_proxy.requests.long_body_receivers import (
     PromptInputReceiver,
     TokenIdsReceiver,
 )
+from kvparams_proxy.requests.media_detection import find_media_in_steps, may_have_media
 from kvparams_proxy.requests.media_uuids import media_uuid_changes, strip_media_uuids_in_steps
 from kvparams_proxy.requests.member_checks import CheckedMembers, check_members
 
@@ -114,7 +115,10 @@ def parse_request(
         if changes:
             rest, spans = edit_with_spans(rest, spans, changes)
     kept = document if keep_document or (keep_streamed and members[4]) else None
-    return _request(members, rest, spans, request_id, transfer_id, client, session, kept, rest is not body)
+    parsed = _request(members, rest, spans, request_id, transfer_id, client, session, kept, rest is not body)
+    if may_have_media(kind, document) and (media := _finish(find_media_in_steps(kind, rest, spans))):
+        parsed.facts = parsed.facts._replace(media=media)
+    return parsed
 
 
 def parse_request_in_steps(
@@ -151,6 +155,8 @@ def parse_request_in_steps(
     kept = document if keep_document or (keep_streamed and members[4]) else None
     inbound = _request(members, rest, spans, request_id, transfer_id, client, session, kept, rest is not body)
     inbound.is_document_complete, inbound.sampling_spans = receiver.whole, sampling
+    if media := (yield from find_media_in_steps(kind, rest, spans)):
+        inbound.facts = inbound.facts._replace(media=media)
     yield  # whoever gets it copies it
     return inbound
 

@@ -202,7 +202,7 @@ class RouteAnswer(Answer):
 class RequestStateAnswer(Answer):
     """A state that the request was in."""
 
-    state: Annotated[str, _is("queued, prefill, result, decode, first_byte, done and so on")]
+    state: Annotated[str, _is("queued, encode, prefill, result, decode, first_byte, done and so on")]
     instance: Annotated[str | None, _is("the engine of the leg that runs in this state")]
     start_ms: Annotated[float, _is("since the request began")]
     duration_ms: float

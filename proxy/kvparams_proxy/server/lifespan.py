@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from starlette.applications import Starlette
 
 from kvparams.instances import Instance, Role
+from kvparams.routing.policies.media_affinity import MediaAffinity
 from kvparams.routing.retries import RetryBudget
 from kvparams.version import __version__
 from kvparams_proxy.config.settings import Settings
@@ -244,7 +245,7 @@ def _make_fleet(
     """Makes the fleet, without instances: the registry adds them."""
     fleet = Fleet(
         (),
-        {role: plugins.policy() for role in Role},
+        {**{role: plugins.policy() for role in Role}, Role.ENCODE: MediaAffinity()},
         loop.time,
         loop.call_later,
         limits=settings.limits,

@@ -37,7 +37,7 @@ _CUMULATIVE: Final = ("counter", "histogram")
 _OURS: Final = "kvparams_proxy_"
 _RULES: Final = {
     MergeRule.SUM: (
-        *(f"{_OURS}{name}" for name in ("requests_pending", "requests_prefilling", "requests_decoding")),
+        *(f"{_OURS}requests_{state}" for state in ("pending", "encoding", "prefilling", "decoding")),
         *(f"{_OURS}{name}" for name in ("body_bytes", "body_bytes_limit", "waiting", "releases_running")),
         *(f"{_OURS}{name}" for name in ("in_flight", "tokens_in_flight", "leases", "engine_connections")),
         *(f"{_OURS}{name}" for name in ("client_connections", "client_connections_limit")),

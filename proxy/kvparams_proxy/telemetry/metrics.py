@@ -33,7 +33,11 @@ that is no JSON."""
 _UNSENT: Final = {"handoff_missing": "missing", "bad_prefill_answer": "invalid", "no_signing_key": "unsigned"}
 """Reasons, by the code of the error that a client got; those of `kvparams.routing.handoff_verifier` count where they
 arise."""
-_STARTS: Final[dict[Role, LifecycleState]] = {Role.PREFILL: "prefill", Role.DECODE: "decode"}
+_STARTS: Final[dict[Role, LifecycleState]] = {
+    Role.ENCODE: "encode",
+    Role.PREFILL: "prefill",
+    Role.DECODE: "decode",
+}
 _FIRST_TOKEN: Final[dict[Role, tuple[LifecycleState, LifecycleState]]] = {
     Role.PREFILL: ("prefill", "result"),  # its one token and its answer are one
     Role.DECODE: ("decode", "first_byte"),
@@ -61,6 +65,8 @@ class Metrics(Collector):
         """Further attempts that were allowed ..."""
         self.retries_denied = 0
         """... and those that were not: the request, or all together, had had enough."""
+        self.encodings = {True: 0, False: 0}
+        """Requests with media that were to be encoded by an encode engine, by whether one has done it."""
         self.continuations = 0
         """Streams that went on on another engine."""
         self.stripped: dict[str, int] = {"body": 0, "request_id": 0}
@@ -129,6 +135,8 @@ class Metrics(Collector):
             self._add_exemplars(account, account.trace_context.trace_id)
         if life.outcome is not None:
             self.outcomes[life.outcome] += 1
+        if account.is_encoded is not None:
+            self.encodings[account.is_encoded] += 1
         if account.error_status:
             self.refusals[account.error_status] = self.refusals.get(account.error_status, 0) + 1
             if (reason := _UNSENT.get(account.code or "")) is not None:
@@ -248,6 +256,14 @@ class Metrics(Collector):
         retries.add_metric(["yes"], self.retries)
         retries.add_metric(["no"], self.retries_denied)
         yield retries
+        encodings = CounterMetricFamily(
+            "kvparams_proxy_encodings",
+            "Requests with media that an encode engine was to encode, by whether one did (yes, no).",
+            labels=["encoded"],
+        )
+        for is_encoded, number in self.encodings.items():
+            encodings.add_metric(["yes" if is_encoded else "no"], number)
+        yield encodings
         yield _counter(
             "continuations", "Streams that another engine went on with when theirs failed.", self.continuations
         )

@@ -80,6 +80,7 @@ class ProxyGauges(Collector):
     def _requests(self) -> Iterable[Metric]:
         now = self._metrics.count_in_states
         yield _gauge("requests_pending", "Requests that wait in the proxy for room on an instance.", now("queued"))
+        yield _gauge("requests_encoding", "Requests whose encode leg runs.", now("encode"))
         yield _gauge("requests_prefilling", "Requests whose prefill leg runs.", now("prefill"))
         yield _gauge("requests_decoding", "Requests whose decode leg runs.", now("decode", "first_byte"))
         dropped = CounterMetricFamily(

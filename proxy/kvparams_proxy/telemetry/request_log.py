@@ -29,7 +29,7 @@ _WORD: Final = 128
 _NOTHING: Final[dict[LifecycleState, float]] = dict.fromkeys(TRANSITIONS, 0.0)
 _LINE: Final = tuple(
     b'{"time":"@@","request_id":@,"transfer_ids":@,"tenant":@,"model":@,"endpoint":@,"stream":@,"outcome":@,'
-    b'"status":@,"error":@,"route":@,"queued_ms":@,"prefill_ms":@,"result_ms":@,"decode_ms":@,"stream_ms":@,'
+    b'"status":@,"error":@,"route":@,"queued_ms":@,"encoded":@,"encode_ms":@,"prefill_ms":@,"result_ms":@,"decode_ms":@,"stream_ms":@,'
     b'"total_ms":@,"prompt_tokens":@,"predicted_tokens":@,"cached_tokens":@,"completion_tokens":@,"retries":@,'
     b'"answer_bytes":@,"trace_id":@}\n'.split(b"@")
 )
@@ -92,6 +92,8 @@ class RequestLog:
             code and code[:_WORD],
             [instance.id for instance in account.route],
             spent["queued"] * 1000,
+            account.is_encoded,
+            spent["encode"] * 1000,
             spent["prefill"] * 1000,
             spent["result"] * 1000,
             spent["decode"] * 1000,
@@ -113,7 +115,8 @@ class RequestLog:
         begun = (self._second_of(now), _MILLISECONDS[int(now % 1 * 1000)], refusal.request_id, nothing)
         asked = (refusal.tenant[:_WORD], refusal.model and refusal.model[:_MODEL], refusal.endpoint, None)
         ended = ("refused" if error.status < 500 else "failed", error.status, error.name[:_WORD], nothing)
-        self._add(*begun, *asked, *ended, *(0.0,) * 6, *(None,) * 4, 0, 0, _trace(refusal.trace))
+        spent = (0.0, None, *(0.0,) * 6)
+        self._add(*begun, *asked, *ended, *spent, *(None,) * 4, 0, 0, _trace(refusal.trace))
 
     def close(self) -> None:
         """Writes the remaining lines, for a second at most. A second call does nothing."""

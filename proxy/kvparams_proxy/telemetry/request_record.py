@@ -34,6 +34,7 @@ class RequestRecord:
         "error_status",
         "facts",
         "further_transfers",
+        "is_encoded",
         "lifecycle",
         "prompt_tokens",
         "retries",
@@ -62,6 +63,8 @@ class RequestRecord:
         self.trace_context = trace
         self.further_transfers: list[str] | None = None
         """Ids of its transfers after the first one."""
+        self.is_encoded: bool | None = None
+        """Whether an encode engine has encoded its media; None where none was asked."""
         self.error_status = 0
         """The HTTP status of an error it was answered with; 0 where there was none."""
         self.code: str | None = None

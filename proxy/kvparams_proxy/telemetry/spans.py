@@ -62,7 +62,7 @@ class RequestSpanExporter:
         clock = _SpanClock(life.since_s, account.ended_s)
         legs = iter(trace.legs)
         model = account.facts.model
-        for visit in _visits(life.spans, life.outcome == "ok"):
+        for visit in _visits(life.spans, life.outcome == "ok", account.is_encoded is True):
             if visit.queued:
                 span_id, kind, name = trace.new_span_id(), SpanKind.INTERNAL, "queue"
             else:
@@ -180,13 +180,18 @@ class _SpanInterval:
         return self.begun[0] == "queued"
 
 
-def _visits(spans: list[StateSpan], well: bool) -> Iterator[_SpanInterval]:
-    """A decode leg goes on after its first byte; what comes between legs takes no time. `well`: how it all ended."""
+def _visits(spans: list[StateSpan], well: bool, encoded: bool) -> Iterator[_SpanInterval]:
+    """A decode leg goes on after its first byte; what comes between legs takes no time.
+
+    `well`: how it all ended; `encoded`: whether the last encode leg ended well.
+    """
     for index, span in enumerate(spans[:-1]):
         state = span[0]
         after, _, ended_s = spans[index + 1]
         if state == "queued":
             yield _SpanInterval(span, ended_s, after != "done")
+        elif state == "encode":
+            yield _SpanInterval(span, ended_s, encoded and after != "encode")
         elif state == "prefill":
             yield _SpanInterval(span, ended_s, after == "result")
         elif state == "decode" and after != "first_byte":

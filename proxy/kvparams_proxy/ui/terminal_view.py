@@ -115,9 +115,10 @@ def _figures(snapshot: Mapping[str, Any], before: Mapping[str, float] | None) ->
         text.append("   ")
 
     add("requests/s", _rate(_total(rates, "requests_total")))
+    encoding = f"{states['encoding']} encode, " if states["encoding"] else ""
     add(
         "under way",
-        f"{states['pending']} wait, {states['prefilling']} prefill, {states['decoding']} decode",
+        f"{states['pending']} wait, {encoding}{states['prefilling']} prefill, {states['decoding']} decode",
     )
     for name, label in (("ttft", "TTFT"), ("itl", "ITL")):
         family = QUANTILE_FAMILIES[name]

@@ -70,6 +70,7 @@ def collect_part(sources: WorkerSources) -> WorkerPart:
         counters=_counters(metrics, resources.prefix_cache),
         states={
             "pending": metrics.count_in_states("created", "queued"),
+            "encoding": metrics.count_in_states("encode"),
             "prefilling": metrics.count_in_states("prefill", "result"),
             "decoding": metrics.count_in_states("decode", "first_byte"),
         },
@@ -104,7 +105,7 @@ def _engines(
         instance = member.instance
         totals = metrics.instance_totals(instance.id, 0)
         held = capacity = None
-        if prefixes is not None and instance.role is not Role.DECODE:
+        if prefixes is not None and instance.role in (Role.PREFILL, Role.AGGREGATED):
             held, capacity = prefixes.feed.held_blocks(instance), prefixes.feed.capacity(instance)
         found.append(
             EngineFacts(
@@ -159,7 +160,7 @@ def _flows(requests: Iterable[EndedRequest]) -> list[list[str | int]]:
     number: Counter[tuple[str, str]] = Counter()
     tokens: Counter[tuple[str, str]] = Counter()
     for request in requests:
-        route = request.route
+        route = [instance for instance in request.route if instance.role is not Role.ENCODE]
         if len(route) < 2 or route[0].role is not Role.PREFILL or route[-1].role is not Role.DECODE:
             continue
         way = (route[0].group or "", route[-1].group or "")

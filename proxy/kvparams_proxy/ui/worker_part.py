@@ -122,7 +122,7 @@ class WorkerPart(TypedDict):
     counters: dict[str, float]
     """By series, spelled as in /metrics."""
     states: dict[str, int]
-    """Requests that are pending, prefilling and decoding."""
+    """Requests that are pending, encoding, prefilling and decoding."""
     running: list[RequestRow]
     recent: list[RequestRow]
     failed: list[RequestRow]

@@ -79,7 +79,7 @@ def engines(modules_memory: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield _Engines(started[0], started[1], proxy, started[2])
 
 
-def _picture(seed: int) -> str:
+def make_picture(seed: int) -> str:
     """The URL of a picture that holds it."""
     pixels = np.random.default_rng(seed).integers(0, 255, (56, 56, 3), np.uint8)
     file = io.BytesIO()
@@ -88,7 +88,7 @@ def _picture(seed: int) -> str:
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def _chat(picture: str | None, name: str | None = None, **more: object) -> dict[str, Any]:
+def make_chat(picture: str | None, name: str | None = None, **more: object) -> dict[str, Any]:
     part: dict[str, Any] = {"type": "image_url", "image_url": None if picture is None else {"url": picture}}
     if name is not None:
         part["uuid"] = name
@@ -109,7 +109,7 @@ def _answer(server: Server, body: object, path: str = "/v1/chat/completions") ->
 
 def _rendered(server: Server, picture: str) -> dict[str, Any]:
     """What the engine makes of the chat: the body of `/inference/v1/generate`, with its own hash of the picture."""
-    response = _post(server, "/v1/chat/completions/render", _chat(picture))
+    response = _post(server, "/v1/chat/completions/render", make_chat(picture))
     assert response.status_code == 200, response.text
     body = {name: value for name, value in response.json().items() if value is not None}
     return {**body, "sampling_params": {"max_tokens": 8, "temperature": 0, "ignore_eos": True}}
@@ -121,28 +121,28 @@ def _hash_of(server: Server, picture: str) -> str:
 
 def test_pictures_are_shared_through_the_store(engines: _Engines) -> None:
     """The control: their pages are stored under vLLM's hashes, and found."""
-    picture = _picture(1)
-    truth = _answer(engines.untrusting, _chat(picture))
-    assert truth != _answer(engines.untrusting, _chat(_picture(2)))
+    picture = make_picture(1)
+    truth = _answer(engines.untrusting, make_chat(picture))
+    assert truth != _answer(engines.untrusting, make_chat(make_picture(2)))
     before = counters(engines.decode)[_LOADED]
-    assert _answer(engines.proxy, _chat(picture)) == truth
+    assert _answer(engines.proxy, make_chat(picture)) == truth
     assert counters(engines.decode)[_LOADED] >= before + 128
 
 
 def test_a_picture_under_the_hash_of_another_one_is_answered_as_what_it_is(engines: _Engines) -> None:
     """And so is the other one, whoever asks later."""
-    mine, others = _picture(11), _picture(21)
-    truths = [_answer(engines.untrusting, _chat(picture)) for picture in (mine, others)]
+    mine, others = make_picture(11), make_picture(21)
+    truths = [_answer(engines.untrusting, make_chat(picture)) for picture in (mine, others)]
     name = _hash_of(engines.untrusting, others)
-    assert _answer(engines.proxy, _chat(mine, name)) == truths[0]
-    assert _answer(engines.proxy, _chat(others)) == truths[1]
+    assert _answer(engines.proxy, make_chat(mine, name)) == truths[0]
+    assert _answer(engines.proxy, make_chat(others)) == truths[1]
     for engine in (engines.prefill, engines.decode):
-        assert _answer(engine, _chat(others, cache_salt="own")) == truths[1]  # its own caches hold what they should
+        assert _answer(engine, make_chat(others, cache_salt="own")) == truths[1]  # its own caches hold what they should
 
 
 def test_pictures_beside_token_ids_are_answered_as_what_they_are(engines: _Engines) -> None:
-    mine, others = _picture(31), _picture(32)
-    truths = [_answer(engines.untrusting, _chat(picture)) for picture in (mine, others)]
+    mine, others = make_picture(31), make_picture(32)
+    truths = [_answer(engines.untrusting, make_chat(picture)) for picture in (mine, others)]
     rendered, path = _rendered(engines.untrusting, mine), "/inference/v1/generate"
     name = _hash_of(engines.untrusting, others)
     ids = rendered["token_ids"][16:]  # without those of the image, which the engine puts before the text
@@ -151,22 +151,22 @@ def test_pictures_beside_token_ids_are_answered_as_what_they_are(engines: _Engin
     assert _answer(engines.proxy, named, path) == truths[0]
     rendered["features"]["mm_hashes"]["image"] = [name]
     assert _answer(engines.proxy, rendered, path) == truths[0]
-    assert _answer(engines.proxy, _chat(others)) == truths[1]
+    assert _answer(engines.proxy, make_chat(others)) == truths[1]
 
 
 def test_a_name_alone_is_refused_by_the_proxy(engines: _Engines) -> None:
-    response = _post(engines.proxy, "/v1/chat/completions", _chat(None, "cat"))
+    response = _post(engines.proxy, "/v1/chat/completions", make_chat(None, "cat"))
     assert response.status_code == 400
     assert "send the content" in response.json()["error"]["message"]
 
 
 def test_an_engine_that_clients_reach_stores_no_pictures_unless_it_is_told_to(engines: _Engines) -> None:
     """Nobody can tell it whether the hash that it has is of the picture."""
-    mine, others = _picture(41), _picture(42)
-    truth = _answer(engines.decode, _chat(others, cache_salt="own"))
+    mine, others = make_picture(41), make_picture(42)
+    truth = _answer(engines.decode, make_chat(others, cache_salt="own"))
     name = _hash_of(engines.untrusting, others)
     before = counters(engines.untrusting)
-    for body in (_chat(mine, name), _chat(mine, "cat"), _chat(mine)):
+    for body in (make_chat(mine, name), make_chat(mine, "cat"), make_chat(mine)):
         _answer(engines.untrusting, body)
 
     def off() -> float:
@@ -177,4 +177,4 @@ def test_an_engine_that_clients_reach_stores_no_pictures_unless_it_is_told_to(en
     until(lambda: off() == 3, seen=off)
     until(lambda: counters(engines.untrusting)[SAVED] > before[SAVED], seen=off)  # the text
     assert counters(engines.untrusting)[SAVED] - before[SAVED] <= 2
-    assert _answer(engines.decode, _chat(others)) == truth
+    assert _answer(engines.decode, make_chat(others)) == truth

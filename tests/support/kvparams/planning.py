@@ -13,9 +13,9 @@ from kvparams.routing.plan import AcquireInstance, KVLease, Leg, LegFailed, LegP
 __all__ = ["Table", "echoed", "fleet_of"]
 
 
-def fleet_of(prefill: int = 1, decode: int = 1, aggregated: int = 0) -> list[Instance]:
+def fleet_of(prefill: int = 1, decode: int = 1, aggregated: int = 0, encode: int = 0) -> list[Instance]:
     """So many of each."""
-    numbers = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: aggregated}
+    numbers = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: aggregated, Role.ENCODE: encode}
     return [
         Instance(f"{role}-{index}", "boot", role, "http://h:1", "x") for role in Role for index in range(numbers[role])
     ]
@@ -67,6 +67,8 @@ class Table:
         self.pins: HandoffVerifier | None = None
         self.sources: dict[str, str] = {}
         """Where prefill instances should read what others have."""
+        self.encodings: list[str | None] = []
+        """How the encode steps have ended."""
         self.echoes = True
         """Documents of answers are those of the legs that were asked (`echoed`)."""
 
@@ -86,6 +88,12 @@ class Table:
 
     def one_token_changes(self) -> dict[str, bytes | None]:
         return self.cut
+
+    def encode_changes(self) -> dict[str, bytes | None]:
+        return {**self.cut, "tools": None}
+
+    def record_encoding(self, problem: str | None) -> None:
+        self.encodings.append(problem)
 
     def now(self) -> float:
         return self.clock_s
@@ -150,5 +158,5 @@ class Table:
             ended.instance = leg.instance
         elif self.echoes:
             params = echoed(ended.kv_transfer_params, leg.changes.get("kv_transfer_params"))
-            ended = LegResult(params)
+            ended = LegResult(params, ended.ec_transfer_params)
         return ended

@@ -169,18 +169,23 @@ StartProxy = Callable[..., Awaitable[Proxy]]
 
 @pytest.fixture
 def proxy(stack: AsyncExitStack, direct: bool) -> StartProxy:
-    """Start a proxy in front of engines: `await proxy(prefill=[url, ...], decode=[url, ...], dialect="nixl")`."""
+    """Start a proxy in front of engines: `await proxy(prefill=[url, ...], decode=[url, ...], dialect="nixl")`.
+
+    `encode` are further engines; `addresses` those that prefill and encode engines may name.
+    """
 
     async def start(
         prefill: Sequence[str],
         decode: Sequence[str],
         dialect: str = "nixl",
         addresses: tuple[str, ...] = (),
+        encode: Sequence[str] = (),
         **changes: object,
     ) -> Proxy:
         instances = (
             *(instance(Role.PREFILL, url, dialect, number, addresses) for number, url in enumerate(prefill)),
             *(instance(Role.DECODE, url, dialect, number) for number, url in enumerate(decode)),
+            *(instance(Role.ENCODE, url, "ec", number, addresses) for number, url in enumerate(encode)),
         )
         settings = replace(Settings(instances, expose_route=True), **changes)  # pyright: ignore[reportArgumentType]
         return await stack.enter_async_context(running(settings, direct))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.gateway import filters
+from tests.support.recording_engine import RecordingEngine
 from tests.support.waiting import until
 from tests.system.picker.conftest import Site, StartSite
 
@@ -47,6 +48,23 @@ async def test_the_picked_engine_gets_the_clients_bytes(site: Site) -> None:
     assert got.headers["x-request-id"] == "abc"
     assert await site.metric(PRIMARY) == 1
     await until(lambda: _is_idle(site))
+
+
+async def test_a_picture_goes_to_an_engine_that_answers_and_to_no_encode_engine(start_site: StartSite) -> None:
+    """Who is picked may be a sidecar, which runs the encode leg."""
+    async with RecordingEngine() as encode:
+        site = await start_site("--encode", encode.url)
+
+        async def knows_it() -> bool:
+            health = await site.client.get(f"{site.picker.url}/health/encode")
+            return health.json()["roles"]["encode"]["ready"] == 1
+
+        await until(knows_it)
+        content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo"}}]
+        body = {"model": "m", "messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        await site.client.post("/v1/chat/completions", json=body)
+        assert [len(each.requests) for each in (*site.engines, encode)] in ([1, 0, 0], [0, 1, 0])
+        await until(lambda: _is_idle(site))
 
 
 async def test_a_prompt_returns_to_the_engine_that_has_its_prefix(site: Site) -> None:

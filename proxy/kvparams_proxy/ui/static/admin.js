@@ -45,7 +45,7 @@ export class Admin {
     askForm("Add an engine", "It is there until the proxy ends; put it into the fleet file to keep it.", [
       { name: "id", title: "Name", required: true, placeholder: "decode-7" },
       { name: "url", title: "URL", required: true, placeholder: "http://10.0.0.7:8000" },
-      { name: "role", title: "Role", options: ["prefill", "decode", "aggregated"] },
+      { name: "role", title: "Role", options: ["prefill", "decode", "aggregated", "encode"] },
       { name: "connector", title: "Connector (empty: the proxy’s default)", placeholder: "nixl" },
       { name: "group", title: "Group (may be empty)" },
     ], "Add", (values) => this.call("POST", "admin/instances", values));

@@ -28,7 +28,7 @@ export function showFlow(snapshot) {
 /** Groups engines, and puts the smallest groups of a role together where there are many. */
 function arrange(snapshot) {
   const columns = { prefill: [], decode: [] };
-  for (const role of ["prefill", "aggregated", "decode"]) {
+  for (const role of ["encode", "prefill", "aggregated", "decode"]) {
     const groups = new Map();
     for (const engine of snapshot.engines) {
       if (engine.role !== role) continue;
@@ -98,7 +98,7 @@ function drawGraph(picture, width) {
   put(answers, places.answers, 0, 1);
   const most = Math.max(1e-9, ...picture.flows.map((each) => each.rate ?? 0), ...picture.prefill.map((each) => each.rate ?? 0));
   for (const group of picture.prefill) {
-    edge(edges, labels, clients, group, group.rate, most, `${rate(group.rate)}/s · ${rate(group.promptTokens)} tok/s`, picture.prefill.length <= LABELED);
+    edge(edges, labels, clients, group, group.rate, most, group.role === "encode" ? `${rate(group.rate)}/s` : `${rate(group.rate)}/s · ${rate(group.promptTokens)} tok/s`, picture.prefill.length <= LABELED);
     if (group.role === "aggregated") edge(edges, labels, group, answers, group.rate, most, `${rate(group.answerTokens)} tok/s`);
   }
   for (const flow of picture.flows) edge(edges, labels, flow.source, flow.target, flow.rate, most, `${rate(flow.rate)}/s · ${rate(flow.tokens)} tok/s`, picture.flows.length <= 9);

@@ -3,8 +3,8 @@
 import { byId, empty, h, keyed, pressSegment, replace, segments, setAttribute, setData, setText } from "./dom.js";
 import { bytes, clock, count, ms, words } from "./format.js";
 
-const PARTS = { created: "intake", queued: "queue", prefill: "prefill", result: "handoff", decode: "first", first_byte: "decode" };
-const LABELS = { intake: "intake", queue: "waits for room", prefill: "prefill", handoff: "handoff", first: "KV transfer and first token", decode: "decode" };
+const PARTS = { created: "intake", queued: "queue", encode: "encode", prefill: "prefill", result: "handoff", decode: "first", first_byte: "decode" };
+const LABELS = { intake: "intake", queue: "waits for room", encode: "encode", prefill: "prefill", handoff: "handoff", first: "KV transfer and first token", decode: "decode" };
 const LISTS = [["running", "Running"], ["recent", "Recent"], ["slow", "Slowest"], ["failed", "Failed"]];
 const NOTHING = {
   running: ["Nothing is running", "Send a request to /v1/completions or /v1/chat/completions of this proxy; it appears here at once."],
@@ -49,7 +49,7 @@ export class RequestsPanel {
 
   draw(snapshot) {
     const requests = snapshot.requests[this.list];
-    const running = snapshot.states.pending + snapshot.states.prefilling + snapshot.states.decoding;
+    const running = snapshot.states.pending + snapshot.states.encoding + snapshot.states.prefilling + snapshot.states.decoding;
     const numbers = { running, failed: snapshot.requests.failed.length };
     for (const button of this.lists.children) {
       const number = numbers[button.dataset.value];

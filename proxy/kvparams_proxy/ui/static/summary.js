@@ -21,8 +21,8 @@ function figures(snapshot, history) {
   const prompt = rates.kvparams_proxy_prompt_tokens_sum;
   const cached = rates.kvparams_proxy_cached_prompt_tokens_total;
   const share = prompt ? Math.min(1, cached / prompt) : null;
-  const running = states.pending + states.prefilling + states.decoding;
-  const steps = [[states.pending, "waiting"], [states.prefilling, "prefill"], [states.decoding, "decode"]];
+  const running = states.pending + states.encoding + states.prefilling + states.decoding;
+  const steps = [[states.pending, "waiting"], ...(states.encoding ? [[states.encoding, "encode"]] : []), [states.prefilling, "prefill"], [states.decoding, "decode"]];
   const isBad = rates['kvparams_proxy_requests_total{outcome="failed"}'] > 0 || rates['kvparams_proxy_requests_total{outcome="midway"}'] > 0;
   return [
     { name: "Requests", now: total(rates, "requests_total"), show: rate, unit: "/s", more: `${count(total(counters, "requests_total"))} in all` },

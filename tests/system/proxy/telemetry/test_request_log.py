@@ -34,8 +34,8 @@ from tests.support.waiting import until
 
 MEMBERS = [
     *("time", "request_id", "transfer_ids", "tenant", "model", "endpoint", "stream", "outcome", "status", "error"),
-    *("route", "queued_ms", "prefill_ms", "result_ms", "decode_ms", "stream_ms", "total_ms", "prompt_tokens"),
-    *("predicted_tokens", "cached_tokens", "completion_tokens", "retries", "answer_bytes", "trace_id"),
+    *("route", "queued_ms", "encoded", "encode_ms", "prefill_ms", "result_ms", "decode_ms", "stream_ms", "total_ms"),
+    *("prompt_tokens", "predicted_tokens", "cached_tokens", "completion_tokens", "retries", "answer_bytes", "trace_id"),
 ]
 PROMPT = "the secret of the prompt"
 BODY: dict[str, Any] = {"model": "stub", "prompt": PROMPT, "max_tokens": 8}
@@ -249,6 +249,7 @@ async def test_times_are_summed_over_all_visits(log: Path) -> None:
     got = {name: value for name, value in line.items() if name.endswith("_ms")}
     assert got == {
         "queued_ms": 200.0,
+        "encode_ms": 0.0,
         "prefill_ms": 100.0,
         "result_ms": 100.0,
         "decode_ms": 100.0,

@@ -41,6 +41,8 @@ def test_our_own_labels_and_annotations_say_everything() -> None:
     [
         ({"llm-d.ai/role": "decode"}, "decode"),
         ({"llm-d.ai/role": "both"}, "aggregated"),
+        ({"llm-d.ai/role": "encode"}, "encode"),
+        ({"llm-d.ai/role": "encode-prefill"}, "prefill"),
         ({"llm-d.ai/role": "both", "kvparams.io/role": "decode"}, "decode"),
         ({"model": "llama-prefill"}, None),
     ],

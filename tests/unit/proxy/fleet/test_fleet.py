@@ -24,7 +24,7 @@ def instance(id: str, role: Role = Role.DECODE) -> Instance:
 
 
 def fleet(prefill: int = 2, decode: int = 3, clock: Clock | None = None, **changes: object) -> Fleet:
-    counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: 0}
+    counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.AGGREGATED: 0, Role.ENCODE: 0}
     clock = clock or Clock()
     return Fleet(
         [instance(f"{role}-{number}", role) for role in Role for number in range(counts[role])],

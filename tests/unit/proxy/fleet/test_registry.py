@@ -182,7 +182,7 @@ def test_what_pyyaml_itself_cannot_convert_is_refused_with_its_line(text: str) -
 def test_one_wrong_name_among_roles_is_the_only_problem() -> None:
     entry = "{id: a, url: 'http://h', labels: {model: y}}"
     assert problems_of(f"roles: {{prefil: {{model: x}}, decode: {{model: y}}}}\ninstances: [{entry}]") == (
-        "line 1: roles.prefil: is not known here; did you mean prefill? known: prefill, decode, aggregated",
+        "line 1: roles.prefil: is not known here; did you mean prefill? known: prefill, decode, aggregated, encode",
     )
     control = problems_of(f"roles: {{decode: {{model: z}}}}\ninstances: [{entry}]")
     assert "the labels match no role" in str(control)
@@ -360,6 +360,32 @@ def test_engines_whose_connector_saves_share_a_store_unless_they_say_otherwise()
     entries = parse_fleet_document(text, rules).entries
     assert [entry.make_instance().store for entry in entries] == ["store", "other", None, None, "other"]
     assert default_spec_rules().store_connectors == {"content", "legacy", "store", "store-drop"}
+
+
+def test_encode_engines_have_a_dialect_of_their_own_whatever_the_default() -> None:
+    for said in ("", ", connector: ec"):
+        text = f"defaults: {{connector: nixl}}\n{fleet_text('e', role='encode', more=said)}"
+        (entry,) = parse_fleet_document(text, RULES).entries
+        assert (entry.role, entry.dialect, entry.store) == (Role.ENCODE, "ec", None)
+    found = parse_fleet_document(
+        "roles: {encode: {kind: e}}\ninstances: [{id: e, url: 'http://h', labels: {kind: e}}]", RULES
+    )
+    assert [entry.role for entry in found.entries] == [Role.ENCODE]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (fleet_text("e", role="encode", more=", connector: nixl"), "leave it out for an encode engine"),
+        (fleet_text("p", role="prefill", more=", connector: ec"), "ec is only for encode engines"),
+        (fleet_text("e", role="encode", more=", kv_events: 'tcp://h:1'"), "only for engines that prefill"),
+        (fleet_text("e", role="encode", more=", bootstrap: 'http://h:1'"), "only for prefill engines"),
+        ("defaults: {connector: ec}\n" + fleet_text("p"), "defaults.connector"),
+    ],
+)
+def test_what_makes_no_sense_for_an_encode_engine_is_refused(text: str, said: str) -> None:
+    (problem,) = problems_of(text)
+    assert said in problem
 
 
 def test_the_common_key_is_not_for_who_has_one_of_its_own() -> None:

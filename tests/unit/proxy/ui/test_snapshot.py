@@ -57,7 +57,7 @@ def part(worker: int = 0, **changes: Any) -> dict[str, object]:
         exchange=None,
         engines=[engine()],
         counters={OK: 10.0},
-        states={"pending": 1, "prefilling": 2, "decoding": 3},
+        states={"pending": 1, "encoding": 5, "prefilling": 2, "decoding": 3},
         running=[],
         recent=[],
         failed=[],
@@ -80,7 +80,7 @@ def test_counts_of_workers_are_added_and_those_of_exited_workers_too() -> None:
     found = build(part(1), part(2), ended)
     assert found["counters"] == {OK: 120.0}
     assert found["workers"] == 2
-    assert found["states"] == {"pending": 2, "prefilling": 4, "decoding": 6}
+    assert found["states"] == {"pending": 2, "encoding": 10, "prefilling": 4, "decoding": 6}
     assert found["roles"]["decode"]["waiting"] == 4
     assert found["roles"]["decode"]["total"] == 1  # one engine, however many workers know it
     (row,) = found["engines"]
