@@ -30,6 +30,8 @@ class _PendingLeg(NamedTuple):
     fetch_s: float
     link_s: float
     """Of that, until its own fetch begins."""
+    load_s: float
+    """Of `seconds`, loading its LoRA adapter."""
 
 
 class _CompletedBatch(NamedTuple):
@@ -153,8 +155,10 @@ class EngineBacklog:
         """Seconds until the KV of so many tokens should be there, after what is being fetched now."""
         return max(0.0, self._fetching_until - self._now()) + self.cost_model.predict_fetch_s(tokens)
 
-    def begin(self, leg: Hashable, seconds: float, fetch_s: float = 0.0) -> None:
+    def begin(self, leg: Hashable, seconds: float, fetch_s: float = 0.0, load_s: float = 0.0) -> None:
         """A leg that should take so long is given to it, once what it fetches is there.
+
+        `load_s`: the seconds that loading the leg's LoRA adapter should add, if the engine has to.
 
         Raises:
             ValueError: it was given already.
@@ -169,7 +173,8 @@ class EngineBacklog:
         if fetch_s:
             link_s = max(0.0, self._fetching_until - now)
             self._fetching_until = now + fetch_s
-        self._given[leg] = _PendingLeg(seconds, now, fetch_s, link_s)
+        seconds += load_s
+        self._given[leg] = _PendingLeg(seconds, now, fetch_s, link_s, load_s)
         self._pending += seconds
 
     def end(self, leg: Hashable, new: int | None = None, context: int = 0, fetched: int = 0) -> None:
@@ -203,6 +208,11 @@ class EngineBacklog:
         """A leg has been computed, from `began` on or from when what it fetches was there."""
         speed, seconds, before = self.cost_model, now - began, self._told
         expected = speed.predict_batch_s
+        if given.load_s:  # its time tells of the load, as far as that of computing is known
+            if speed.sample_count and not fetched:
+                speed.learn_adapter_load(seconds - expected(what))
+            self._learn()
+            return
         if fetched and given.fetch_s:
             if not speed.sample_count:
                 return  # who knows which of both took so long

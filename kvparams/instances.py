@@ -104,6 +104,7 @@ class InstanceRestriction(NamedTuple):
 
 
 _NOTHING_CACHED: Final[Mapping[Instance, int]] = MappingProxyType({})
+_NOTHING_TO_LOAD: Final[Mapping[Instance, float]] = MappingProxyType({})
 _UNRESTRICTED: Final[Mapping[Role, InstanceRestriction]] = MappingProxyType({})
 
 
@@ -148,6 +149,9 @@ class RequestFacts(NamedTuple):
     one (`kvparams.routing.foreign_prefixes`)."""
     restrictions: Mapping[Role, InstanceRestriction] = _UNRESTRICTED
     """Restrictions by role: the endpoints that a gateway allows, or the prefill engine that a picker has chosen."""
+    adapter_load_s: Mapping[Instance, float] = _NOTHING_TO_LOAD
+    """The seconds that an instance should need to load the LoRA adapter that is asked for; instances that have it
+    loaded, and all if the model is no adapter, are not named."""
 
 
 C = TypeVar("C", bound=Candidate)

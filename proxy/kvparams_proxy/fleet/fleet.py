@@ -11,6 +11,7 @@ from kvparams.dialects.interface import BootstrapInfo
 from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.routing.pairing import PairTarget, pair_key
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.fleet.adapter_loads import record_adapters
 from kvparams_proxy.fleet.fleet_members import LAST_LEG_ENDED, FleetMembers
 from kvparams_proxy.fleet.health import RoleHealth, health_by_role
 from kvparams_proxy.fleet.leg_queue import LegWaiter, QueueObserver, RemoteLeg
@@ -94,6 +95,8 @@ class Fleet(FleetMembers):
             member = self._earlier.release(instance)
         elif member.in_flight == member.elsewhere + member.foreign:
             raise ValueError(f"{instance.id} is released more often than it was acquired")
+        elif member.adapter_slots is not None and facts.model is not None:
+            member.adapter_slots.end(facts.model)
         member.in_flight -= 1
         member.tokens -= facts.prompt_tokens
         if self.sharing is not None:
@@ -178,6 +181,20 @@ class Fleet(FleetMembers):
             wait_s = member.breaker.half_open_at - self._now()
             words = f"its legs fail ({why}); others get its work for {wait_s:.1f} s"
             self._changed(member, ChangeCause(Evidence.BREAKER, words))
+
+    def record_model_missing(self, instance: Instance, model: str | None) -> bool:
+        """Records that an engine does not know a LoRA adapter that it has listed: it was unloaded. A probe tells more.
+
+        Returns whether it is such an adapter, and another instance of the role may be given work for it.
+        """
+        member = self._members.get(instance.id)
+        if member is None or member.instance is not instance or model is None or model not in member.adapters:
+            return False
+        record_adapters(member, {asked: name for asked, name in member.adapters.items() if asked != model})
+        member.models = (member.models or frozenset()) - {model}
+        self._changed(member, ChangeCause(Evidence.LEG, "it does not know an adapter that it has listed"))
+        self.probe(member)
+        return self.has_candidates(instance.role, model)
 
     # what other proxies tell
 

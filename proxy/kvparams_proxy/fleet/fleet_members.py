@@ -13,6 +13,7 @@ from kvparams.instances import Instance, Role, SchedulingPolicy
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerLimits
 from kvparams.routing.pairing import PairKey, pair_key
+from kvparams_proxy.fleet.adapter_loads import record_adapters
 from kvparams_proxy.fleet.breakers import Breakers
 from kvparams_proxy.fleet.explaining_dispatcher import ExplainingDispatcher
 from kvparams_proxy.fleet.failure_attribution import FailureAttributor
@@ -103,6 +104,8 @@ class FleetMembers:
         """Removed, and listeners do not know yet."""
         self.sharing: FleetSharing | None = None
         """Tells other proxies what becomes of this fleet, where there are any."""
+        self.probe: Callable[[Member], None] = lambda member: None
+        """Probes a member at once, where probes run."""
         self._listeners: list[FleetListener] = []
         self._add_first(instances)
         self._roles = {
@@ -223,6 +226,7 @@ class FleetMembers:
         place: BootstrapInfo | None = None,
         version: str | None = None,
         base: str | None = None,
+        adapters: Mapping[str, str] | None = None,
         *,
         why: str = "",
         answers: bool = False,
@@ -233,6 +237,8 @@ class FleetMembers:
         than before, or that speaks another version of the protocol. `why` and `answers` are for the log: see
         `EngineStateLog.observe`.
         """
+        if adapters is not None:
+            record_adapters(member, adapters)
         self._record_presence(member, ready, models, place, version, base, Evidence.PROBE, why, answers=answers)
 
     # inside
@@ -323,6 +329,8 @@ class FleetMembers:
         """Makes a member another incarnation."""
         self._set_aside(member)
         member.instance = replace(member.instance, incarnation=token_hex(8))
+        if member.adapter_slots is not None:
+            member.adapter_slots.clear()
         self._breakers.restarted(member)
 
     def _set_aside(self, member: Member) -> None:

@@ -282,8 +282,8 @@ class _MemberProbe:
         self._learn(said, place)
 
     def _learn(self, said: ProbeResult, place: BootstrapInfo | None = None) -> None:
-        ready, why, models, version, base, answers = said
-        self._fleet.record_probe(self._member, ready, models, place, version, base, why=why, answers=answers)
+        ready, why, models, version, base, answers, adapters = said
+        self._fleet.record_probe(self._member, ready, models, place, version, base, adapters, why=why, answers=answers)
         self._over()
 
     def _over(self) -> None:

@@ -1,5 +1,7 @@
 """Reads each engine's queue depth from its `/metrics`, so that load from clients unknown to this proxy counts.
 
+What the metrics say of LoRA adapters corrects what the proxy believes to be loaded there.
+
 Engines without the metrics are left alone. Reading is limited in size and time, and never says whether an engine is
 well: probes do.
 """
@@ -15,9 +17,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvparams.instances import Role
+from kvparams.routing.adapter_metrics import parse_adapter_metrics
 from kvparams.routing.foreign_load import ForeignLoad, MeanLeg
 from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usage, parse_queue_depth
 from kvparams_proxy.event_loop.clock import Clock, ClockTimer
+from kvparams_proxy.fleet.adapter_loads import correct_slots
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
@@ -166,6 +170,8 @@ class _MemberReader:
         self._absent = True
         if owner.loop.time() < owner.cache_usage_until_s:
             member.cache_usage = parse_cache_usage(raw)
+        if member.adapter_slots is not None and (said := parse_adapter_metrics(raw)) is not None:
+            correct_slots(member, said)
         try:
             depth = parse_queue_depth(raw)
         except QueueDepthError as error:

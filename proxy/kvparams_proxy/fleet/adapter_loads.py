@@ -1,0 +1,65 @@
+"""What the fleet knows of LoRA adapters: which are served where, and where one would have to be loaded first."""
+
+from collections.abc import Iterable, Mapping
+
+from kvparams.instances import RequestFacts, Role
+from kvparams.routing.adapter_metrics import AdapterMetrics
+from kvparams.routing.adapter_slots import AdapterSlots
+from kvparams_proxy.fleet.member import Member
+
+__all__ = ["begin_adapter_leg", "correct_slots", "record_adapters", "with_adapter_loads", "with_free_slots"]
+
+
+def record_adapters(member: Member, adapters: Mapping[str, str]) -> None:
+    """Records the adapters that a member serves now.
+
+    vLLM 0.32.0 loads an adapter when it begins to serve it (`entrypoints/openai/models/serving.py`).
+    """
+    before, member.adapters = member.adapters, adapters
+    slots = member.adapter_slots
+    if slots is None:
+        if not adapters:
+            return
+        slots = member.adapter_slots = AdapterSlots()
+    slots.forget(before.keys() - adapters.keys())
+    slots.record_loaded([each for each in adapters if each not in before])
+
+
+def correct_slots(member: Member, said: AdapterMetrics) -> None:
+    """Corrects what is believed of a member's slots by its own metrics, which have its own names of adapters."""
+    if member.adapter_slots is None:
+        return
+    active = [asked for asked, name in member.adapters.items() if name in said.active]
+    if len(active) < len(said.active):  # a name has a comma, or is new: which of them run is not known
+        active = []
+    member.adapter_slots.correct(said.slots, active)
+
+
+def begin_adapter_leg(member: Member, model: str | None) -> bool | None:
+    """A leg for a model is given to a member. Returns whether it should have the adapter loaded; None if it is none."""
+    if member.adapter_slots is None or model is None or model not in member.adapters:
+        return None
+    return member.adapter_slots.begin(model)
+
+
+def with_adapter_loads(facts: RequestFacts, members: Iterable[Member]) -> RequestFacts:
+    """Adds to a request how long each member should need to load its adapter."""
+    model = facts.model
+    loads = {each.instance: each.backlog.cost_model.adapter_load_s for each in members if each.has_to_load(model)}
+    return facts._replace(adapter_load_s=loads) if loads else facts
+
+
+def with_free_slots(role: Role, members: list[Member], model: str | None) -> list[Member]:
+    """Returns the members where a leg for an adapter finds a slot, and need not wait for others to end; or else all.
+
+    A prompt that waits for prefill is in no slot yet.
+    """
+    if role is Role.PREFILL:
+        return members
+    free = [each for each in members if _has_slot(each, model)]
+    return free or members
+
+
+def _has_slot(member: Member, model: str | None) -> bool:
+    slots = member.adapter_slots
+    return slots is None or model not in member.adapters or slots.has_slot(model)
