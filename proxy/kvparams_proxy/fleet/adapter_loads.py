@@ -1,6 +1,6 @@
 """What the fleet knows of LoRA adapters: which are served where, and where one would have to be loaded first."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from kvparams.instances import RequestFacts, Role
 from kvparams.routing.adapter_metrics import AdapterMetrics
@@ -10,29 +10,27 @@ from kvparams_proxy.fleet.member import Member
 __all__ = ["begin_adapter_leg", "correct_slots", "record_adapters", "with_adapter_loads", "with_free_slots"]
 
 
-def record_adapters(member: Member, adapters: Mapping[str, str]) -> None:
-    """Records the adapters that a member serves now.
+def record_adapters(member: Member, adapters: Collection[str]) -> None:
+    """Records the adapters that a member serves now, in its own order.
 
     vLLM 0.32.0 loads an adapter when it begins to serve it (`entrypoints/openai/models/serving.py`).
     """
-    before, member.adapters = member.adapters, adapters
+    before, member.adapters = member.adapters, frozenset(adapters)
     slots = member.adapter_slots
     if slots is None:
         if not adapters:
             return
         slots = member.adapter_slots = AdapterSlots()
-    slots.forget(before.keys() - adapters.keys())
+    slots.forget(before - member.adapters)
     slots.record_loaded([each for each in adapters if each not in before])
 
 
 def correct_slots(member: Member, said: AdapterMetrics) -> None:
-    """Corrects what is believed of a member's slots by its own metrics, which have its own names of adapters."""
+    """Corrects what is believed of a member's slots by what its metrics say."""
     if member.adapter_slots is None:
         return
-    active = [asked for asked, name in member.adapters.items() if name in said.active]
-    if len(active) < len(said.active):  # a name has a comma, or is new: which of them run is not known
-        active = []
-    member.adapter_slots.correct(said.slots, active)
+    is_known = said.active <= member.adapters  # otherwise a name has a comma, or is new
+    member.adapter_slots.correct(said.slots, said.active if is_known else ())
 
 
 def begin_adapter_leg(member: Member, model: str | None) -> bool | None:

@@ -190,7 +190,7 @@ class Fleet(FleetMembers):
         member = self._members.get(instance.id)
         if member is None or member.instance is not instance or model is None or model not in member.adapters:
             return False
-        record_adapters(member, {asked: name for asked, name in member.adapters.items() if asked != model})
+        record_adapters(member, member.adapters - {model})
         member.models = (member.models or frozenset()) - {model}
         self._changed(member, ChangeCause(Evidence.LEG, "it does not know an adapter that it has listed"))
         self.probe(member)
@@ -273,6 +273,11 @@ class Fleet(FleetMembers):
     def models(self) -> list[str]:
         """Returns the models that the engines report, sorted."""
         return sorted({model for member in self._members.values() for model in member.models or ()})
+
+    def adapter_parents(self) -> dict[str, str]:
+        """Returns the base model of each LoRA adapter that the engines report."""
+        members = self._members.values()
+        return {adapter: each.base_model or "" for each in members for adapter in each.adapters}
 
     def set_needed_roles(self, roles: frozenset[Role]) -> None:
         """Sets the roles without which requests are refused."""
@@ -360,3 +365,7 @@ class Fleet(FleetMembers):
     def panic_legs(self, role: Role) -> int:
         """Returns how many legs of this role were given to suspected instances because no other could be given any."""
         return self._roles[role].panic_legs
+
+    def adapter_legs(self, role: Role, *, loaded: bool) -> int:
+        """Returns how many legs for LoRA adapters went to instances that should have had theirs loaded, or not."""
+        return self._roles[role].adapter_legs[loaded]

@@ -1,7 +1,7 @@
 """The members of the fleet: who joins and leaves, who is drained, and what probes find out about them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Final, Protocol
@@ -226,7 +226,7 @@ class FleetMembers:
         place: BootstrapInfo | None = None,
         version: str | None = None,
         base: str | None = None,
-        adapters: Mapping[str, str] | None = None,
+        adapters: Sequence[str] | None = None,
         *,
         why: str = "",
         answers: bool = False,

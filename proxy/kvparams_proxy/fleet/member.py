@@ -3,7 +3,6 @@
 Only `Fleet` and `Dispatcher` change a member; all other code reads it.
 """
 
-from collections.abc import Mapping
 from enum import StrEnum
 
 from kvparams.dialects.interface import BootstrapInfo
@@ -66,8 +65,8 @@ class Member:
         """The models it serves; None as long as it has not said."""
         self.base_model: str | None = None
         """The first of them that is no adapter."""
-        self.adapters: Mapping[str, str] = {}
-        """The LoRA adapters among the models: what requests call each, and what the engine itself does."""
+        self.adapters: frozenset[str] = frozenset()
+        """The LoRA adapters among the models."""
         self.adapter_slots: AdapterSlots | None = None
         """The adapters that it should have loaded; None as long as it has named none."""
         self.bootstrap_info: BootstrapInfo | None = None

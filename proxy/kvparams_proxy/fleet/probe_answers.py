@@ -1,6 +1,6 @@
 """Reads the answers to probes: which models an engine serves, and which version of the protocol it speaks."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Final, NamedTuple, cast
 
 from pydantic_core import from_json
@@ -32,8 +32,8 @@ class ProbeResult(NamedTuple):
     """The first model that is no adapter."""
     answers: bool = False
     """Whether the engine answers as one should, and is given no work all the same."""
-    adapters: Mapping[str, str] | None = None
-    """See `Member.adapters`, in the engine's order; None where the engine did not say."""
+    adapters: Sequence[str] | None = None
+    """The LoRA adapters among the models, in the engine's order; None where it did not say."""
 
 
 def parse_answer(raw: bytes) -> Mapping[str, object] | None:
@@ -100,7 +100,7 @@ def interpret_answer(
     return ProbeResult(True, "it answers probes", models, version, base, adapters=adapters)
 
 
-def _models(data: object) -> tuple[frozenset[str] | None, str | None, dict[str, str] | None]:
+def _models(data: object) -> tuple[frozenset[str] | None, str | None, Sequence[str] | None]:
     """Returns what requests call the models, the first one that is no adapter, and the adapters.
 
     A request names an adapter of SGLang 0.5.23 by `base:adapter` (`entrypoints/openai/serving_base.py`); by the name
@@ -109,7 +109,7 @@ def _models(data: object) -> tuple[frozenset[str] | None, str | None, dict[str, 
     if not isinstance(data, list):
         return None, None, None
     models: set[str] = set()
-    adapters: dict[str, str] = {}
+    adapters: list[str] = []
     base: str | None = None
     for entry in cast("list[object]", data)[:_MOST_MODELS]:
         if not isinstance(entry, dict):
@@ -119,10 +119,9 @@ def _models(data: object) -> tuple[frozenset[str] | None, str | None, dict[str, 
         if not isinstance(name, str):
             continue
         if isinstance(parent, str) and parent:
-            asked = f"{parent}:{name}" if card.get("owned_by") == "sglang" else name
-            adapters[asked] = name
-            models.add(asked)
-            continue
+            name = f"{parent}:{name}" if card.get("owned_by") == "sglang" else name
+            adapters.append(name)
+        else:
+            base = base or name
         models.add(name)
-        base = base or name
     return frozenset(models), base, adapters

@@ -112,6 +112,10 @@ class InstanceAnswer(Answer):
     tokens: Annotated[int, _is("prompt tokens of these")]
     leases: Annotated[int, _is("transfers whose KV it holds and that nobody has fetched yet")]
     models: Annotated[list[str] | None, _is("the models that it serves; null until it has said so")]
+    loaded_adapters: Annotated[
+        list[str] | None,
+        _is("the LoRA adapters that it should have loaded, the least recently used first; null if it serves none"),
+    ]
     has_key: Annotated[bool, _is("whether the proxy has an API key for it")]
 
 
