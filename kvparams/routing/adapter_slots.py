@@ -60,12 +60,13 @@ class AdapterSlots:
         return was_loaded
 
     def end(self, adapter: str) -> None:
-        """A leg has ended: its adapter was in use until now. Does nothing if none runs."""
+        """A leg has ended: if it was the last one, its adapter was in use until now. Does nothing if none runs."""
         if adapter not in self._running:
             return
         self._running[adapter] -= 1
-        if not self._running[adapter]:
-            del self._running[adapter]
+        if self._running[adapter]:
+            return
+        del self._running[adapter]
         if adapter in self._loaded:
             self._loaded.move_to_end(adapter)
 
