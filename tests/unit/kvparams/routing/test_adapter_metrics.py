@@ -74,7 +74,11 @@ def test_what_says_nothing_plausible_is_no_news(text: bytes) -> None:
 
 @pytest.mark.parametrize(
     "piece",
-    [b'vllm:lora_requests_info{max_lora="2",', b'vllm:lora_requests_info{max_lora="', b"\nsglang:lora_pool_slots_total{"],
+    [
+        b'vllm:lora_requests_info{max_lora="2",',
+        b'vllm:lora_requests_info{max_lora="',
+        b"\nsglang:lora_pool_slots_total{",
+    ],
 )
 def test_a_hostile_text_takes_linear_time(piece: bytes) -> None:
     text = piece * (1_000_000 // len(piece))
