@@ -77,6 +77,7 @@ def test_what_says_nothing_plausible_is_no_news(text: bytes) -> None:
     [
         b'vllm:lora_requests_info{max_lora="2",',
         b'vllm:lora_requests_info{max_lora="',
+        b'\nvllm:lora_requests_info{max_lora="2"} 1',
         b"\nsglang:lora_pool_slots_total{",
     ],
 )
