@@ -1,5 +1,4 @@
-"""Estimates the time to first token of a leg on an instance: waiting, loading an adapter, cached, fetched and computed
-tokens.
+"""Estimates the time to first token of a leg on an instance: waiting, fetching, loading an adapter, computing.
 
 KV that a store or a peer has is fetched if the first token should come sooner than by computing it, and the estimate
 takes that way. Fetching begins at once, beside the work that waits.

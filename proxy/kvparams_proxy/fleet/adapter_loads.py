@@ -1,4 +1,4 @@
-"""What the fleet knows of LoRA adapters: which are served where, and where one would have to be loaded first."""
+"""Tracks which LoRA adapters members serve and should have loaded, and tells policies what loading costs."""
 
 from collections.abc import Collection, Iterable
 

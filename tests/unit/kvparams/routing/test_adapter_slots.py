@@ -1,6 +1,7 @@
 """Tests that the model of adapter slots is a least recently used cache that keeps what is in use."""
 
 from collections import Counter, OrderedDict
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -26,8 +27,7 @@ def take(slots: AdapterSlots, kind: str, what: object) -> None:
     elif kind == "forget":
         slots.forget([str(what)])
     else:
-        assert isinstance(what, tuple)
-        slots.correct(*what)
+        slots.correct(*cast("tuple[int, frozenset[str]]", what))
 
 
 @given(capacity=st.integers(1, 5), steps=STEPS)
