@@ -177,6 +177,13 @@ class EngineBacklog:
         self._given[leg] = _PendingLeg(seconds, now, fetch_s, link_s, load_s)
         self._pending += seconds
 
+    def add_load(self, leg: Hashable, load_s: float) -> None:
+        """A leg that was given should have to load its LoRA adapter first, too. No-op if it was not given."""
+        given = self._given.get(leg)
+        if given is not None:
+            self._given[leg] = given._replace(seconds=given.seconds + load_s, load_s=given.load_s + load_s)
+            self._pending += load_s
+
     def end(self, leg: Hashable, new: int | None = None, context: int = 0, fetched: int = 0) -> None:
         """A leg has ended. No-op if it was not given, or has ended already.
 

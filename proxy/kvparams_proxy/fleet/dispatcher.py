@@ -62,6 +62,7 @@ class Dispatcher(Candidates):
         """Counts the legs for LoRA adapters, by whether their instance should have had the adapter loaded."""
         self.load_changed: Callable[[Member], None] | None = None
         """Told of members that were chosen, where other proxies should know."""
+        self.adapter_used: Callable[[Member, str], None] | None = None
         self.trial_began: Callable[[], None] = self.forget_candidates
         """Called when an instance is chosen for its trial; the fleet has all roles forget their candidates."""
         self._careful = False
@@ -277,6 +278,8 @@ class Dispatcher(Candidates):
         was_loaded = begin_adapter_leg(chosen, facts.model)
         if was_loaded is not None:
             self.adapter_legs[was_loaded] += 1
+            if self.adapter_used is not None:
+                self.adapter_used(chosen, facts.model or "")
 
     def _fits(self, member: Member, tokens: int) -> bool:
         """Returns whether a leg has room. Foreign legs alone leave room for one: engines may report legs that ended."""

@@ -49,6 +49,10 @@ class FleetSharing(Protocol):
         """Hears that this proxy has more or fewer legs there."""
         ...
 
+    def adapter_used(self, member: Member, adapter: str) -> None:
+        """Hears that this proxy has given a leg for a LoRA adapter to an engine."""
+        ...
+
     def engine_failed(self, member: Member, *, connected: bool, why: str) -> None:
         """Hears that a leg failed and its engine is to blame."""
         ...
@@ -198,6 +202,7 @@ class FleetMembers:
         self.sharing = sharing
         for dispatcher in self._roles.values():
             dispatcher.load_changed = sharing.load_changed
+            dispatcher.adapter_used = sharing.adapter_used
 
     def add_listener(self, listener: FleetListener) -> None:
         """Adds a listener, which hears of every change from now on."""
