@@ -21,7 +21,8 @@ parameters. The first one corrects the whole by its own factor."""
 _FETCH: Final = (0.01, 2e-5)
 """The same for a fetch and a token of it."""
 _ADAPTER_LOAD_S: Final = 0.5
-"""The same for loading a LoRA adapter: LoRAX issue 433 has 0.5 to 1 s, most of it between host and device."""
+"""Seconds to load a LoRA adapter, before anything was seen: LoRAX issue 433 has 0.5 to 1 s, most of it for moving the
+weights from host to device."""
 _ADAPTER_LOAD_WEIGHT: Final = 0.1
 """How much the newest load counts in the mean."""
 _LONGEST_LOAD_S: Final = 60.0

@@ -73,6 +73,7 @@ class EngineBacklog:
         "_foreign_s",
         "_given",
         "_head_from",
+        "_loaded_at",
         "_now",
         "_pending",
         "_shared_until",
@@ -104,6 +105,8 @@ class EngineBacklog:
         """When the oldest of them began to be computed, or will."""
         self.ended = 0.0
         """When a leg ended last; 0 as long as none has."""
+        self._loaded_at = -1.0
+        """When a leg ended last for which an adapter was loaded, or that was computed together with one."""
         self._fetching_until = 0.0
         """When all that is fetched should be there."""
         self._told: _CompletedBatch | None = None
@@ -216,9 +219,16 @@ class EngineBacklog:
         speed, seconds, before = self.cost_model, now - began, self._told
         expected = speed.predict_batch_s
         if given.load_s:  # its time tells of the load, as far as that of computing is known
+            if before is not None and self._is_together(before, what, seconds):
+                what, seconds = tuple(map(add, what, before.features)), seconds + before.seconds
+                self._told = None
             if speed.sample_count and not fetched:
                 speed.learn_adapter_load(seconds - expected(what))
             self._learn()
+            self._loaded_at = now
+            return
+        if began == self._loaded_at and seconds < _TOGETHER * expected(what):
+            self._loaded_at = now  # it was computed together with the leg whose adapter was loaded
             return
         if fetched and given.fetch_s:
             if not speed.sample_count:
@@ -237,11 +247,16 @@ class EngineBacklog:
         it = _CompletedBatch(what, seconds)
         if before is None:
             self._told = it
-        elif seconds * expected(before.features) < _TOGETHER * before.seconds * expected(it.features):
+        elif self._is_together(before, what, seconds):
             self._told = _CompletedBatch(tuple(map(add, it.features, before.features)), seconds + before.seconds)
         else:
             self._learn()
             self._told = it
+
+    def _is_together(self, before: _CompletedBatch, what: tuple[float, ...], seconds: float) -> bool:
+        """Returns whether a leg was computed together with the batch that has ended before it."""
+        expected = self.cost_model.predict_batch_s
+        return seconds * expected(before.features) < _TOGETHER * before.seconds * expected(what)
 
     def _learn(self) -> None:
         """Passes the completed batch to the cost model."""

@@ -6,7 +6,7 @@ loaded: vLLM 0.32.0 `lora/model_manager.py` (`LRUCacheLoRAModelManager`), SGLang
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Final
 
 __all__ = ["DEFAULT_SLOTS", "MAX_SLOTS", "AdapterSlots"]
@@ -70,9 +70,9 @@ class AdapterSlots:
         if adapter in self._loaded:
             self._loaded.move_to_end(adapter)
 
-    def record_loaded(self, adapters: Collection[str]) -> None:
+    def record_loaded(self, adapters: Sequence[str]) -> None:
         """The engine has loaded these adapters, the last one most recently."""
-        for adapter in adapters:
+        for adapter in adapters[-self._capacity :]:  # before these, others have gone already
             self._use(adapter)
 
     def correct(self, capacity: int, active: Collection[str]) -> None:

@@ -79,10 +79,12 @@ def test_what_says_nothing_plausible_is_no_news(text: bytes) -> None:
         b'vllm:lora_requests_info{max_lora="',
         b'\nvllm:lora_requests_info{max_lora="2"} 1',
         b"\nsglang:lora_pool_slots_total{",
+        b'max_lora="\\',
     ],
 )
-def test_a_hostile_text_takes_linear_time(piece: bytes) -> None:
-    text = piece * (1_000_000 // len(piece))
+@pytest.mark.parametrize("line", [60_000, 1_000_000])
+def test_a_hostile_text_takes_linear_time(piece: bytes, line: int) -> None:
+    text = (piece * (line // len(piece)) + b"} 1\n") * (1_000_000 // line)
     began = time.perf_counter()
     parse_adapter_metrics(text)
     assert time.perf_counter() - began < 0.5  # a quadratic search would take minutes
