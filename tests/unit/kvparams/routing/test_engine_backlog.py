@@ -350,7 +350,7 @@ def test_what_is_computed_beside_a_loaded_adapter_is_no_faster_for_it(load_first
         pace.begin(number, 0.1)
         clock.now += 0.1
         pace.end(number, 1000, 1000)
-    for number in range(40):
+    for _ in range(40):
         pace.begin("other", 0.1)
         pace.begin("load", 0.1, load_s=0.5)
         clock.now += 1.2
