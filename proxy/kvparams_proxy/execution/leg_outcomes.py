@@ -128,7 +128,7 @@ def classify_leg_outcome(
     failure = _failure(end, addresses, body, begun, sent)
     failure.instance = end.instance
     if others_serve:
-        failure.retryable = True
+        failure.retryable, failure.may_have_acted = True, False
         return LegOutcome(failure)
     return LegOutcome(
         failure,

@@ -171,6 +171,7 @@ class CandidateAnswer(Answer):
     computed: Annotated[int | None, _is("prompt tokens that it should compute")] = None
     wait_s: Annotated[float | None, _is("seconds until the work before it is done")] = None
     fetch_s: Annotated[float | None, _is("seconds for fetching")] = None
+    load_s: Annotated[float | None, _is("seconds for loading the LoRA adapter that is asked for")] = None
     compute_s: Annotated[float | None, _is("seconds for computing")] = None
     first_token_s: Annotated[float | None, _is("expected seconds to the first token")] = None
     excluded: Annotated[

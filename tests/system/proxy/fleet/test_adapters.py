@@ -41,13 +41,13 @@ StartSite = Callable[..., Awaitable[Site]]
 
 @pytest.fixture
 def site(stack: AsyncExitStack, proxy: StartProxy) -> StartSite:
-    async def start(policy: str, **changes: object) -> Site:
+    async def start(policy: str, dialect: str = "store", **changes: object) -> Site:
         actors = {role: [AdapterActor(role, list(_ADAPTERS), 2) for _ in range(2)] for role in ("prefill", "decode")}
         for actor in (*actors["prefill"], *actors["decode"]):
             await actor.begin()
             stack.callback(actor.end)
         urls = [[actor.url for actor in actors[role]] for role in ("prefill", "decode")]
-        running = await proxy(*urls, "store", policy=policy, slow_start_s=0.0, **changes)
+        running = await proxy(*urls, dialect, policy=policy, slow_start_s=0.0, **changes)
         return Site(running, actors["prefill"], actors["decode"])
 
     return start
@@ -115,16 +115,18 @@ async def test_what_is_loaded_and_unloaded_while_requests_run_is_followed(site: 
     assert "new" not in await found.models()
 
 
+@pytest.mark.parametrize("dialect", ["store", "nixl"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_an_adapter_that_an_engine_has_lost_is_asked_of_another(site: StartSite, role: str) -> None:
+async def test_an_adapter_that_an_engine_has_lost_is_asked_of_another(site: StartSite, role: str, dialect: str) -> None:
     """No probe has told of it, and none will for a minute but the one that the 404 causes."""
-    found = await site("round_robin", probe_interval_s=60.0)
+    found = await site("round_robin", dialect, probe_interval_s=60.0)
     engines = found.prefill if role == "prefill" else found.decode
     engines[0].adapters.remove("a")
     for _ in range(6):
         assert (await found.ask("a")).status_code == 200
     assert engines[0].missed == 1  # the control: it was asked once, and no more
     assert len(engines[1].by_model) == 6
+    assert sum(len(actor.by_model) for actor in found.prefill) == 6  # no prompt is computed again
     assert (await found.ask("b")).status_code == 200  # what it still has it still gets
     engines[1].adapters.remove("a")
     last = await found.ask("a")
