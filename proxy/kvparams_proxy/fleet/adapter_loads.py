@@ -43,7 +43,8 @@ def begin_adapter_leg(member: Member, model: str | None) -> bool | None:
 def with_adapter_loads(facts: RequestFacts, members: Iterable[Member]) -> RequestFacts:
     """Adds to a request how long each member should need to load its adapter."""
     model = facts.model
-    loads = {each.instance: each.backlog.cost_model.adapter_load_s for each in members if each.has_to_load(model)}
+    absent = [each for each in members if each.adapter_slots is not None and each.has_to_load(model)]
+    loads = {each.instance: each.backlog.cost_model.adapter_load_s for each in absent}
     return facts._replace(adapter_load_s=loads) if loads else facts
 
 
@@ -54,10 +55,9 @@ def with_free_slots(role: Role, members: list[Member], model: str | None) -> lis
     """
     if role is Role.PREFILL:
         return members
-    free = [each for each in members if _has_slot(each, model)]
+    free = [each for each in members if each.adapter_slots is None or _has_slot(each, each.adapter_slots, model)]
     return free or members
 
 
-def _has_slot(member: Member, model: str | None) -> bool:
-    slots = member.adapter_slots
-    return slots is None or model not in member.adapters or slots.has_slot(model)
+def _has_slot(member: Member, slots: AdapterSlots, model: str | None) -> bool:
+    return model is None or model not in member.adapters or slots.has_slot(model)
