@@ -1,6 +1,10 @@
-"""Traces with LoRA adapters, and the ways to route them: by adapter, blind to it, and one worker for each adapter."""
+"""Traces with LoRA adapters, and the ways to route them: by adapter, blind to it, and one worker for each adapter.
 
-from collections.abc import Callable, Mapping
+The policies are the proxy's own, with a model of its books. "the proxy" and "4 proxies" are real fleets and exchanges
+(`replicas`) with `cache_aware`; those that are apart share nothing, and read no metrics either.
+"""
+
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from random import Random
 from typing import Final
@@ -11,6 +15,7 @@ from benchmarks.replay.model import Leg, Outcome, Router, replay
 from benchmarks.replay.ours import Ours
 from benchmarks.replay.parts import speed_for
 from benchmarks.replay.peers import Peer
+from benchmarks.replay.replicas import Replicas
 from benchmarks.replay.trace import BLOCK, Request
 from benchmarks.replay.world import World
 from kvparams.routing.policies.cache_aware import CacheAware
@@ -20,6 +25,7 @@ __all__ = ["ADAPTERS", "ROUTERS", "AdapterRun", "OneWorkerPerAdapter", "adapter_
 
 ADAPTERS: Final = 20
 _SYSTEM_BLOCKS: Final = 2
+_WORKERS: Final = 4
 
 
 class OneWorkerPerAdapter(Peer):
@@ -37,6 +43,9 @@ ROUTERS: Final[Mapping[str, Callable[[World], Router]]] = {
     "least_load": lambda world: Ours(world, LeastLoad),
     "least_load, blind": lambda world: Ours(world, LeastLoad, by_adapter=False),
     "one worker per adapter": OneWorkerPerAdapter,
+    "the proxy": lambda world: Replicas(world, 1, "nothing", adapters=ADAPTERS),
+    "4 proxies": lambda world: Replicas(world, 4, "everything", adapters=ADAPTERS),
+    "4 proxies, apart": lambda world: Replicas(world, 4, "nothing", adapters=ADAPTERS),
 }
 
 
@@ -76,16 +85,28 @@ def adapter_trace(number: int, *, shared_prompts: bool, seed: int = 1) -> list[R
 
 
 def run_adapters(
-    *, shared_prompts: bool, load: float, load_s: float, number: int = 4000, workers: int = 4, seed: int = 1
+    *,
+    shared_prompts: bool,
+    load: float,
+    load_s: float,
+    number: int = 4000,
+    seed: int = 1,
+    routers: Collection[str] = ROUTERS.keys(),
 ) -> list[AdapterRun]:
-    """Runs one trace with every router.
+    """Runs one trace with these routers.
 
-    `load`: how busy round robin keeps the workers, without what adapters add; `load_s`: what loading one takes.
+    Args:
+        shared_prompts: see `adapter_trace`.
+        load: how busy round robin keeps the workers, without what adapters add.
+        load_s: what loading one takes.
+        number: of requests.
+        seed: of the trace.
+        routers: names in `ROUTERS`.
     """
     trace = adapter_trace(number, shared_prompts=shared_prompts, seed=seed)
-    world = World(2000, workers=workers, adapter_load_s=load_s)
+    world = World(2000, workers=_WORKERS, adapter_load_s=load_s)
     speed = speed_for([request._replace(adapter=0) for request in trace], world, load)
-    return [_run(name, replay(trace, speed, world, router(world))) for name, router in ROUTERS.items()]
+    return [_run(name, replay(trace, speed, world, ROUTERS[name](world))) for name in routers]
 
 
 def _run(name: str, outcome: Outcome) -> AdapterRun:

@@ -3,15 +3,22 @@
 import pytest
 
 from benchmarks.lora_bench import main
-from benchmarks.replay.adapters import ADAPTERS, AdapterRun, OneWorkerPerAdapter, adapter_trace, run_adapters
+from benchmarks.replay.adapters import ADAPTERS, ROUTERS, AdapterRun, OneWorkerPerAdapter, adapter_trace, run_adapters
 from benchmarks.replay.model import replay
 from benchmarks.replay.peers import RoundRobin
 from benchmarks.replay.trace import Request
 from benchmarks.replay.world import World
 
+PROXIES = [name for name in ROUTERS if "prox" in name]
+MODELS = [name for name in ROUTERS if name not in PROXIES]
 
-def runs(*, shared_prompts: bool, load: float, load_s: float, seed: int = 1) -> dict[str, AdapterRun]:
-    found = run_adapters(shared_prompts=shared_prompts, load=load, load_s=load_s, number=1500, seed=seed)
+
+def runs(
+    *, shared_prompts: bool, load: float, load_s: float, seed: int = 1, routers: list[str] = MODELS
+) -> dict[str, AdapterRun]:
+    found = run_adapters(
+        shared_prompts=shared_prompts, load=load, load_s=load_s, number=1500, seed=seed, routers=routers
+    )
     return {run.router: run for run in found}
 
 
@@ -43,6 +50,17 @@ def test_the_bar_holds_where_the_first_guess_is_wrong(load_s: float) -> None:
     assert aware.p99_s <= blind.p99_s
 
 
+def test_the_bar_holds_with_one_proxy_and_with_several_that_tell_each_other() -> None:
+    """Real fleets. Proxies that tell each other nothing are the control."""
+    found = runs(shared_prompts=True, load=0.5, load_s=0.5, routers=["cache_aware, blind", *PROXIES])
+    blind, apart = found["cache_aware, blind"], found["4 proxies, apart"]
+    for name in ("the proxy", "4 proxies"):
+        assert found[name].loads <= 0.2 * blind.loads
+        assert found[name].mean_s <= blind.mean_s
+        assert found[name].p99_s <= blind.p99_s
+    assert apart.loads > 5 * found["4 proxies"].loads
+
+
 def test_a_worker_loads_what_is_in_none_of_its_slots() -> None:
     world = World(100, workers=1, adapter_slots=2, adapter_load_s=3.0)
     asked = [1, 2, 1, 3, 2, 0, 2]
@@ -64,5 +82,5 @@ def test_one_worker_for_each_adapter_whatever_its_load() -> None:
 def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--requests", "60", "--load", "0.5", "--load-seconds", "0.5"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 2 * 5
+    assert len(lines) == 2 + 2 * 8
     assert lines[0].count("|") == lines[-1].count("|")
