@@ -2,10 +2,10 @@
 
 Speeds are learnt and never configured. A leg that is computed has three costs, each an amount per unit that is never
 negative: the leg itself, each token, and each pair of tokens that attend to each other (so a long prompt costs more
-than its length). Fetching KV has two: the fetch itself and each token. Outliers and old observations weigh less. An
-engine without observations is expected to cost what others in its fleet cost. Legs of one length say nothing about
-longer ones: the initial guess decides there, until lengths differ by more than noise explains. Otherwise long prompts
-would seem hardly dearer than short ones, and would be sent anywhere.
+than its length). Fetching KV has two: the fetch itself and each token. Loading a LoRA adapter has one, its mean.
+Outliers and old observations weigh less. An engine without observations is expected to cost what others in its fleet
+cost. Legs of one length say nothing about longer ones: the initial guess decides there, until lengths differ by more
+than noise explains. Otherwise long prompts would seem hardly dearer than short ones, and would be sent anywhere.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,13 @@ _WORK: Final = (0.02, 1e-4, 1e-9)
 parameters. The first one corrects the whole by its own factor."""
 _FETCH: Final = (0.01, 2e-5)
 """The same for a fetch and a token of it."""
+_ADAPTER_LOAD_S: Final = 0.5
+"""Seconds to load a LoRA adapter, before anything was seen: LoRAX issue 433 has 0.5 to 1 s, most of it for moving the
+weights from host to device."""
+_ADAPTER_LOAD_WEIGHT: Final = 0.1
+"""How much the newest load counts in the mean."""
+_LONGEST_LOAD_S: Final = 60.0
+"""A load that takes longer counts as this: something else was slow."""
 _DOUBT: Final = 0.001
 """How much the guess weighs against one leg: it may be wrong by a factor, a leg by a thirtieth (the squares' ratio)."""
 _TOKENS: Final = 0.5
@@ -52,9 +59,11 @@ def _together(amounts: Sequence[float], features: Sequence[float]) -> float:
 class FleetCostPrior:
     """A `FleetCostPrior` holds the costs of the engine of a fleet that reported most recently."""
 
-    __slots__ = ("amounts", "token")
+    __slots__ = ("adapter_load_s", "amounts", "token")
 
     def __init__(self) -> None:
+        self.adapter_load_s = _ADAPTER_LOAD_S
+        """What loading an adapter takes."""
         self.amounts: tuple[float, ...] = _WORK
         self.token: float | None = None
         """Of that, what a token costs; None as long as none has told."""
@@ -191,13 +200,14 @@ class _LeastSquaresFit:
 class CostModel:
     """The learnt curve of one instance."""
 
-    __slots__ = ("_fetch", "_usual", "_work")
+    __slots__ = ("_adapter_load_s", "_fetch", "_usual", "_work")
 
     def __init__(self, usual: FleetCostPrior | None = None) -> None:
         """`usual` is what is expected as long as nothing was seen: of the fleet that the instance belongs to."""
         self._usual = usual or FleetCostPrior()
         self._work = _LeastSquaresFit(_WORK)
         self._fetch = _LeastSquaresFit(_FETCH)
+        self._adapter_load_s: float | None = None
 
     @property
     def sample_count(self) -> int:
@@ -233,6 +243,17 @@ class CostModel:
     def learn_fetch(self, tokens: int, seconds: float) -> None:
         """Fetching the KV of so many tokens took so long."""
         self._fetch.learn((1.0, float(tokens)), seconds)
+
+    @property
+    def adapter_load_s(self) -> float:
+        """The predicted seconds to load a LoRA adapter that is not in one of the engine's slots."""
+        return self._usual.adapter_load_s if self._adapter_load_s is None else self._adapter_load_s
+
+    def learn_adapter_load(self, seconds: float) -> None:
+        """Loading an adapter took so long, as far as the rest of its leg is known."""
+        mean = self.adapter_load_s
+        mean += _ADAPTER_LOAD_WEIGHT * (min(max(seconds, 0.0), _LONGEST_LOAD_S) - mean)
+        self._adapter_load_s = self._usual.adapter_load_s = mean
 
     @property
     def _amounts(self) -> tuple[float, ...]:

@@ -30,6 +30,8 @@ class _PendingLeg(NamedTuple):
     fetch_s: float
     link_s: float
     """Of that, until its own fetch begins."""
+    load_s: float
+    """Of `seconds`, loading its LoRA adapter."""
 
 
 class _CompletedBatch(NamedTuple):
@@ -71,6 +73,7 @@ class EngineBacklog:
         "_foreign_s",
         "_given",
         "_head_from",
+        "_loaded_at",
         "_now",
         "_pending",
         "_shared_until",
@@ -102,6 +105,8 @@ class EngineBacklog:
         """When the oldest of them began to be computed, or will."""
         self.ended = 0.0
         """When a leg ended last; 0 as long as none has."""
+        self._loaded_at = -1.0
+        """When a leg ended last for which an adapter was loaded, or that was computed together with one."""
         self._fetching_until = 0.0
         """When all that is fetched should be there."""
         self._told: _CompletedBatch | None = None
@@ -153,8 +158,10 @@ class EngineBacklog:
         """Seconds until the KV of so many tokens should be there, after what is being fetched now."""
         return max(0.0, self._fetching_until - self._now()) + self.cost_model.predict_fetch_s(tokens)
 
-    def begin(self, leg: Hashable, seconds: float, fetch_s: float = 0.0) -> None:
+    def begin(self, leg: Hashable, seconds: float, fetch_s: float = 0.0, load_s: float = 0.0) -> None:
         """A leg that should take so long is given to it, once what it fetches is there.
+
+        `load_s`: the seconds that loading the leg's LoRA adapter should add, if the engine has to.
 
         Raises:
             ValueError: it was given already.
@@ -169,8 +176,16 @@ class EngineBacklog:
         if fetch_s:
             link_s = max(0.0, self._fetching_until - now)
             self._fetching_until = now + fetch_s
-        self._given[leg] = _PendingLeg(seconds, now, fetch_s, link_s)
+        seconds += load_s
+        self._given[leg] = _PendingLeg(seconds, now, fetch_s, link_s, load_s)
         self._pending += seconds
+
+    def add_load(self, leg: Hashable, load_s: float) -> None:
+        """A leg that was given should have to load its LoRA adapter first, too. No-op if it was not given."""
+        given = self._given.get(leg)
+        if given is not None:
+            self._given[leg] = given._replace(seconds=given.seconds + load_s, load_s=given.load_s + load_s)
+            self._pending += load_s
 
     def end(self, leg: Hashable, new: int | None = None, context: int = 0, fetched: int = 0) -> None:
         """A leg has ended. No-op if it was not given, or has ended already.
@@ -203,6 +218,18 @@ class EngineBacklog:
         """A leg has been computed, from `began` on or from when what it fetches was there."""
         speed, seconds, before = self.cost_model, now - began, self._told
         expected = speed.predict_batch_s
+        if given.load_s:  # its time tells of the load, as far as that of computing is known
+            if before is not None and self._is_together(before, what, seconds):
+                what, seconds = tuple(map(add, what, before.features)), seconds + before.seconds
+                self._told = None
+            if speed.sample_count and not fetched:
+                speed.learn_adapter_load(seconds - expected(what))
+            self._learn()
+            self._loaded_at = now
+            return
+        if began == self._loaded_at and seconds < _TOGETHER * expected(what):
+            self._loaded_at = now  # it was computed together with the leg whose adapter was loaded
+            return
         if fetched and given.fetch_s:
             if not speed.sample_count:
                 return  # who knows which of both took so long
@@ -220,11 +247,16 @@ class EngineBacklog:
         it = _CompletedBatch(what, seconds)
         if before is None:
             self._told = it
-        elif seconds * expected(before.features) < _TOGETHER * before.seconds * expected(it.features):
+        elif self._is_together(before, what, seconds):
             self._told = _CompletedBatch(tuple(map(add, it.features, before.features)), seconds + before.seconds)
         else:
             self._learn()
             self._told = it
+
+    def _is_together(self, before: _CompletedBatch, what: tuple[float, ...], seconds: float) -> bool:
+        """Returns whether a leg was computed together with the batch that has ended before it."""
+        expected = self.cost_model.predict_batch_s
+        return seconds * expected(before.features) < _TOGETHER * before.seconds * expected(what)
 
     def _learn(self) -> None:
         """Passes the completed batch to the cost model."""

@@ -132,6 +132,7 @@ class InstanceRestriction(NamedTuple):
 
 
 _NOTHING_CACHED: Final[Mapping[Instance, int]] = MappingProxyType({})
+_NOTHING_TO_LOAD: Final[Mapping[Instance, float]] = MappingProxyType({})
 _UNRESTRICTED: Final[Mapping[Role, InstanceRestriction]] = MappingProxyType({})
 
 
@@ -178,6 +179,9 @@ class RequestFacts(NamedTuple):
     """Restrictions by role: the endpoints that a gateway allows, or the prefill engine that a picker has chosen."""
     media: str = ""
     """Names the first image, audio or video in the prompt, equally where its content is equal; empty without one."""
+    adapter_load_s: Mapping[Instance, float] = _NOTHING_TO_LOAD
+    """The seconds that an instance should need to load the LoRA adapter that is asked for; instances that have it
+    loaded, and all if the model is no adapter, are not named."""
 
 
 C = TypeVar("C", bound=Candidate)

@@ -83,6 +83,8 @@ class Outcome:
     """Of each prefill worker."""
     legs: list[int] = field(default_factory=list[int])
     """Of each prefill worker."""
+    adapter_loads: int = 0
+    """LoRA adapters that prefill workers had to load before they could compute."""
     itl_s: float = 0.0
     """Mean seconds between two tokens of an answer."""
 
@@ -97,10 +99,12 @@ class Outcome:
 
 
 class _Worker:
-    __slots__ = ("cache", "fetching_until", "queue", "running")
+    __slots__ = ("adapters", "cache", "fetching_until", "queue", "running")
 
-    def __init__(self, cache: BlockCache) -> None:
+    def __init__(self, cache: BlockCache, adapter_slots: int) -> None:
         self.cache = cache
+        self.adapters = BlockCache(adapter_slots)
+        """The LoRA adapters that are loaded, kept as the blocks of a cache are."""
         self.queue = deque[Leg]()
         self.running: Leg | None = None
         self.fetching_until = 0.0
@@ -147,7 +151,7 @@ class _Replay:
         slowness = world.slowness or (1.0,)
         self._slowness = [slowness[worker % len(slowness)] for worker in range(world.workers)]
         pool = BlockCache(world.blocks * world.workers) if world.pool else None
-        self._workers = [_Worker(pool or BlockCache(world.blocks)) for _ in range(world.workers)]
+        self._workers = [_Worker(pool or BlockCache(world.blocks), world.adapter_slots) for _ in range(world.workers)]
         self._decoders = [_Decoder() for _ in range(world.workers)]
         self._store = BlockCache(world.store.blocks) if world.store else None
         self._store_until = 0.0
@@ -221,6 +225,9 @@ class _Replay:
         new = max(1, request.tokens - leg.held * BLOCK)
         seconds = self._world.cost.seconds(new, request.tokens) * self._factors[leg.number] * self._slowness[number]
         outcome = self.outcome
+        if request.adapter and worker.adapters.use([request.adapter])[0]:
+            seconds += self._world.adapter_load_s
+            outcome.adapter_loads += 1
         outcome.asked += request.tokens
         outcome.computed += new
         outcome.fetched += (leg.held - leg.cached) * BLOCK

@@ -15,6 +15,8 @@ from benchmarks.replay.model import Leg
 from benchmarks.replay.trace import BLOCK
 from benchmarks.replay.world import World
 from kvparams.instances import Instance, RequestFacts, Role
+from kvparams.routing.adapter_metrics import AdapterMetrics
+from kvparams_proxy.fleet.adapter_loads import correct_slots
 from tests.support.proxy.memory_network import MemoryNetwork
 from tests.support.proxy.shared_site import SharedProxy
 from tests.support.virtual_loop import VirtualLoop
@@ -35,7 +37,18 @@ class Replicas:
         sharing: Sharing,
         delay_s: Callable[[Random], float] = lambda die: 0.001 + die.expovariate(1000.0),
         seed: int = 1,
+        adapters: int = 0,
     ) -> None:
+        """Starts the proxies.
+
+        Args:
+            world: the fleet.
+            count: how many proxies.
+            sharing: what they know of each other.
+            delay_s: of a message.
+            seed: of delays, and of the proxy that a request is dealt to.
+            adapters: how many LoRA adapters all engines serve.
+        """
         die = Random(seed)
         self._die = die
         self._loop = VirtualLoop()
@@ -58,6 +71,8 @@ class Replicas:
                 self._reports.send_events(replica)
         self._loop.run_until(self._began + 3.0)
         self._began += 3.0
+        for replica in self.replicas:
+            _serve_adapters(replica, [_adapter(number + 1) for number in range(adapters)], world.adapter_slots)
         self._legs: dict[int, tuple[SharedProxy, Instance, RequestFacts]] = {}
 
     @property
@@ -103,9 +118,23 @@ class Replicas:
             raise RuntimeError(self._loop.faults[0])
 
 
+def _serve_adapters(replica: SharedProxy, adapters: Sequence[str], slots: int) -> None:
+    """Tells a proxy that all engines serve these adapters, and have none of them loaded."""
+    for member in replica.fleet.members:
+        replica.fleet.record_probe(member, True, frozenset(adapters) or None, None, None, None, adapters)
+        if member.adapter_slots is not None:
+            member.adapter_slots.clear()
+            correct_slots(member, AdapterMetrics(slots, frozenset()))
+
+
+def _adapter(number: int) -> str:
+    return f"adapter-{number}"
+
+
 def _facts(leg: Leg) -> RequestFacts:
     blocks = np.array(leg.request.blocks, np.uint32)
     ids = np.repeat(blocks, BLOCK)[: leg.request.tokens]
     name = str(leg.number)
     # Arrays are what the index reads fastest; lists would only take longer.
-    return RequestFacts(name, name, None, 1, 1, ids, None, prompt_tokens=leg.request.tokens)  # pyright: ignore[reportArgumentType]
+    model = _adapter(leg.request.adapter) if leg.request.adapter else None
+    return RequestFacts(name, name, model, 1, 1, ids, None, prompt_tokens=leg.request.tokens)  # pyright: ignore[reportArgumentType]

@@ -27,6 +27,8 @@ class Request(NamedTuple):
     blocks: Sequence[int]
     session: int
     """The conversation that it is a turn of."""
+    adapter: int = 0
+    """The number of the LoRA adapter that it asks for; 0 for the base model."""
 
 
 def load(path: Path) -> list[Request]:

@@ -51,6 +51,10 @@ class World:
     events_lost: float = 0.0
     """The share of events about caches that never arrive."""
     store: Store | None = None
+    adapter_slots: int = 6
+    """LoRA adapters that a prefill worker can have loaded."""
+    adapter_load_s: float = 0.5
+    """What loading one takes, while the worker does nothing else: LoRAX issue 433 has 0.5 to 1 s."""
     seed: int = 7
 
     def factors(self, count: int) -> list[float]:

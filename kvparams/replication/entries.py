@@ -8,6 +8,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 __all__ = [
+    "AdapterUsed",
     "BlocksChanged",
     "BlocksHeld",
     "BlocksRouted",
@@ -19,6 +20,7 @@ __all__ = [
     "LegQueued",
     "PrefillBegan",
     "PrefillEnded",
+    "PrefillLoadsAdapter",
     "PromptComputed",
     "RoomOffered",
     "SettingChanged",
@@ -63,6 +65,21 @@ class PrefillBegan(NamedTuple):
     """0 where there is none."""
     hashes: bytes
     """The block hashes behind them, 8 bytes each; empty where the prompt has no token ids."""
+
+
+class PrefillLoadsAdapter(NamedTuple):
+    """A prefill leg of the sender, which has begun, should have to load its LoRA adapter first."""
+
+    leg: int
+    load_s: float
+
+
+class AdapterUsed(NamedTuple):
+    """A leg of the sender uses a LoRA adapter on an engine, which has it loaded from then on."""
+
+    engine: int
+    adapter: str
+    """What requests call it."""
 
 
 class PromptComputed(NamedTuple):
@@ -182,6 +199,8 @@ class SettingChanged(NamedTuple):
 Entry = (
     EngineLoad
     | PrefillBegan
+    | PrefillLoadsAdapter
+    | AdapterUsed
     | PromptComputed
     | PrefillEnded
     | BlocksRouted

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, cast
 
 from kvparams.replication.entries import (
+    AdapterUsed,
     BlocksChanged,
     BlocksHeld,
     BlocksRouted,
@@ -22,6 +23,7 @@ from kvparams.replication.entries import (
     LegQueued,
     PrefillBegan,
     PrefillEnded,
+    PrefillLoadsAdapter,
     PromptComputed,
     RoomOffered,
     SettingChanged,
@@ -34,6 +36,8 @@ _HEAD: Final = struct.Struct("<BH")
 _LENGTH: Final = struct.Struct("<I")
 _LOAD: Final = struct.Struct("<QIQ")
 _BEGAN: Final = struct.Struct("<QQIffIIIQ")
+_LOADS_ADAPTER: Final = struct.Struct("<Qf")
+_ADAPTER_USED: Final = struct.Struct("<Q")
 _COMPUTED: Final = struct.Struct("<QII")
 _ENDED: Final = struct.Struct("<QBII")
 _ROUTED: Final = struct.Struct("<QIQ")
@@ -256,6 +260,23 @@ def _offered(body: memoryview) -> RoomOffered:
     return RoomOffered._make(_OFFERED.unpack_from(body))
 
 
+def _loads_adapter_body(it: PrefillLoadsAdapter) -> tuple[int, bytes]:
+    return 14, _LOADS_ADAPTER.pack(*it)
+
+
+def _loads_adapter(body: memoryview) -> PrefillLoadsAdapter:
+    return PrefillLoadsAdapter._make(_LOADS_ADAPTER.unpack_from(body))
+
+
+def _adapter_used_body(it: AdapterUsed) -> tuple[int, bytes]:
+    return 15, _ADAPTER_USED.pack(it.engine) + it.adapter.encode(errors="replace")[:_MAX_NAME]
+
+
+def _adapter_used(body: memoryview) -> AdapterUsed:
+    (engine,) = _ADAPTER_USED.unpack_from(body)
+    return AdapterUsed(engine, bytes(body[_ADAPTER_USED.size :]).decode(errors="replace"))
+
+
 def _hashes(rest: memoryview) -> bytes:
     if len(rest) % 8:
         raise struct.error("block hashes have 8 bytes each")
@@ -276,6 +297,8 @@ _BODIES: Final[Mapping[type, Callable[..., tuple[int, bytes]]]] = {
     LegQueued: _queued_body,
     LegDequeued: _dequeued_body,
     RoomOffered: _offered_body,
+    PrefillLoadsAdapter: _loads_adapter_body,
+    AdapterUsed: _adapter_used_body,
 }
 _DECODERS: Final[Mapping[int, Callable[[memoryview], Entry]]] = {
     1: _load,
@@ -291,4 +314,6 @@ _DECODERS: Final[Mapping[int, Callable[[memoryview], Entry]]] = {
     11: _dequeued,
     12: _offered,
     13: _blocks_changed,
+    14: _loads_adapter,
+    15: _adapter_used,
 }

@@ -1,4 +1,4 @@
-"""Estimates the time to first token of a leg on an instance: waiting, cached, fetched and computed tokens.
+"""Estimates the time to first token of a leg on an instance: waiting, fetching, loading an adapter, computing.
 
 KV that a store or a peer has is fetched if the first token should come sooner than by computing it, and the estimate
 takes that way. Fetching begins at once, beside the work that waits.
@@ -26,11 +26,18 @@ class TTFTEstimate(NamedTuple):
     """Tokens after these whose KV it should fetch."""
     computed_tokens: int
     """The rest that should have to be computed, at least one: the first token comes from the last one's."""
+    load_s: float = 0.0
+    """Of loading the request's LoRA adapter, before computing; 0 where the instance should have it."""
+
+    @property
+    def busy_s(self) -> float:
+        """The seconds that the instance can do nothing else: engines load adapters between their steps."""
+        return self.load_s + self.compute_s
 
     @property
     def ttft_s(self) -> float:
         """From now to the first token."""
-        return max(self.wait_s, self.fetch_s) + self.compute_s
+        return max(self.wait_s, self.fetch_s) + self.load_s + self.compute_s
 
 
 def estimate_ttft(candidate: Candidate, request: RequestFacts) -> TTFTEstimate:
@@ -41,6 +48,7 @@ def estimate_ttft(candidate: Candidate, request: RequestFacts) -> TTFTEstimate:
     tokens = request.prompt_tokens
     cached = request.cached_tokens.get(candidate.instance, 0)
     held = cached + request.foreign_cached_tokens.get(candidate.instance, 0)
+    load_s = request.adapter_load_s.get(candidate.instance, 0.0)
     computed = max(1, tokens - held)
     work_s = speed.predict_s(computed, tokens)
     stored = request.peer_stored_tokens.get(candidate.instance, request.stored_tokens)
@@ -50,5 +58,5 @@ def estimate_ttft(candidate: Candidate, request: RequestFacts) -> TTFTEstimate:
         rest = max(1, tokens - stored)
         rest_s = speed.predict_s(rest, tokens)
         if max(wait_s, fetch_s) + rest_s < wait_s + work_s:
-            return TTFTEstimate(wait_s, fetch_s, rest_s, cached, stored - cached, rest)
-    return TTFTEstimate(wait_s, 0.0, work_s, cached, 0, computed)
+            return TTFTEstimate(wait_s, fetch_s, rest_s, cached, stored - cached, rest, load_s)
+    return TTFTEstimate(wait_s, 0.0, work_s, cached, 0, computed, load_s)

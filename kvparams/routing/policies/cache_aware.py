@@ -13,6 +13,10 @@ nobody wait meanwhile: there it counts for less, the longer it was idle; so with
 for good. And nobody is made to wait for others' sake more than twice as long as it
 would have to: so a hot prefix spreads.
 
+Loading a LoRA adapter that the request asks for costs what computing costs: an engine loads between its steps, and all
+wait for it. So an adapter stays where it is loaded until waiting there takes longer than loading it elsewhere. Decode
+knows no seconds: it goes where the adapter is loaded unless there are twice as many legs as elsewhere.
+
 Costs that are as good as equal are: speeds are learnt, no better than to half a hundredth. Of equals the one with the
 fewest legs runs it, then the one whose last leg ended first. So with little to do everyone gets a request before anyone
 gets two, and what nobody holds yet goes where it displaces what was used longest ago.
@@ -49,15 +53,24 @@ class CacheAware:
     def choose(self, candidates: Sequence[C], request: RequestFacts, turn: int) -> C:
         """The candidate that costs the least time, its own and others'."""
         if candidates[0].instance.role is Role.DECODE:
-            return self._by_load.choose(candidates, request, turn)
+            return self._by_load.choose(_with_adapter(candidates, request), request, turn)
         behind = sorted(each.in_flight for each in candidates)[(len(candidates) - 1) // 2]
         expected = [(estimate_ttft(each, request), each) for each in candidates]
         latest = _PATIENCE * min(each.ttft_s for each, _ in expected)
         costs = [
-            (each.ttft_s + min(behind, each.compute_s / (one.backlog.idle_s or _LEAST_S)) * each.compute_s, one)
+            (each.ttft_s + min(behind, each.busy_s / (one.backlog.idle_s or _LEAST_S)) * each.busy_s, one)
             for each, one in expected
             if each.ttft_s <= latest
         ]
         enough = _EQUAL * min(cost for cost, _ in costs)
         equals = [one for cost, one in costs if cost <= enough]
         return min(rotate_candidates(equals, turn), key=lambda each: (each.in_flight, each.backlog.ended))
+
+
+def _with_adapter(candidates: Sequence[C], request: RequestFacts) -> Sequence[C]:
+    """Returns the candidates that have the request's adapter and not much more load than others, or else all."""
+    if not request.adapter_load_s:
+        return candidates
+    most = _PATIENCE * min(each.in_flight for each in candidates) + 1
+    having = [each for each in candidates if each.instance not in request.adapter_load_s and each.in_flight <= most]
+    return having or candidates

@@ -1,6 +1,7 @@
 """Chooses the instance with the least load."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvparams.instances import Candidate, RequestFacts
@@ -11,14 +12,14 @@ __all__ = ["LeastLoad", "load_key"]
 C = TypeVar("C", bound=Candidate)
 
 
-def load_key(candidate: Candidate) -> tuple[int, int]:
-    """Legs, then prompt tokens: less is sooner free."""
-    return candidate.in_flight, candidate.tokens
+def load_key(request: RequestFacts, candidate: Candidate) -> tuple[int, bool, int]:
+    """Legs, then whether the request's LoRA adapter has to be loaded, then prompt tokens: less is sooner free."""
+    return candidate.in_flight, candidate.instance in request.adapter_load_s, candidate.tokens
 
 
 class LeastLoad:
-    """The fewest legs; of those the fewest prompt tokens; of those the next in turn."""
+    """The fewest legs; of those who has the request's adapter; of those the fewest prompt tokens, then in turn."""
 
     def choose(self, candidates: Sequence[C], request: RequestFacts, turn: int) -> C:
-        """The least loaded candidate, whatever the request."""
-        return min(rotate_candidates(candidates, turn), key=load_key)
+        """The least loaded candidate."""
+        return min(rotate_candidates(candidates, turn), key=partial(load_key, request))

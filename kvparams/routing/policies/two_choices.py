@@ -5,6 +5,7 @@ one (Mitzenmacher, The Power of Two Choices, 2001).
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TypeVar
 
 import xxhash
@@ -28,4 +29,4 @@ class TwoChoices:
         drawn = xxhash.xxh3_64_intdigest(request.transfer_id.encode(), turn & 0xFFFF_FFFF)
         one = drawn % count
         other = (one + 1 + (drawn >> 32) % (count - 1)) % count
-        return min(candidates[one], candidates[other], key=load_key)
+        return min(candidates[one], candidates[other], key=partial(load_key, request))

@@ -125,9 +125,12 @@ def _words(found: RouteAnswer) -> str:
 
 
 def _cache_table(found: RouteAnswer) -> list[str]:
-    lines = [f"{'':2}{'instance':24}{'cached':>8}{'fetched':>9}{'wait':>9}{'fetch':>9}{'compute':>9}{'first':>9}"]
+    loads = any(one.load_s for one in found.candidates)  # rare: only of LoRA adapters
+    words = ("wait", "fetch", *(("load",) if loads else ()), "compute", "first")
+    lines = [f"{'':2}{'instance':24}{'cached':>8}{'fetched':>9}" + "".join(f"{word:>9}" for word in words)]
     for one in found.candidates:
-        seconds = (one.wait_s, one.fetch_s, one.compute_s, one.first_token_s)
+        load_s = (one.load_s,) if loads else ()
+        seconds = (one.wait_s, one.fetch_s, *load_s, one.compute_s, one.first_token_s)
         times = "".join(f"{1000 * (each or 0.0):>6.0f} ms" for each in seconds)
         whose = "" if one.source is None else f"  from {printable(one.source)}"
         counts = f"{one.cached or 0:>8}{one.fetched or 0:>9}"

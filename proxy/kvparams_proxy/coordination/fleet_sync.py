@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from xxhash import xxh3_64_intdigest
 
 from kvparams.replication.entries import (
+    AdapterUsed,
     EngineFailed,
     EngineLoad,
     EngineRestarted,
@@ -157,6 +158,12 @@ class FleetSync:
             self._forget_recent(key)
             self.exchange.publish(EngineRestarted(key))
 
+    def adapter_used(self, member: Member, adapter: str) -> None:
+        """See `FleetSharing`."""
+        key = self._names.find_key(member)
+        if key is not None:
+            self.exchange.publish(AdapterUsed(key, adapter))
+
     # ExchangeListener
 
     def apply_entry(self, sibling: Sibling, entry: Entry) -> None:
@@ -165,6 +172,10 @@ class FleetSync:
             self._loads.apply(sibling, entry)
         elif isinstance(entry, EngineFailed | EngineRestarted):
             self._apply_event(entry)
+        elif isinstance(entry, AdapterUsed):
+            member = self._names.members.get(entry.engine)
+            if member is not None and member.adapter_slots is not None and entry.adapter in member.adapters:
+                member.adapter_slots.record_loaded((entry.adapter,))
         elif isinstance(entry, SettingChanged):
             self.settings.apply_entry(entry)
         elif isinstance(entry, LegQueued | LegDequeued | RoomOffered):
@@ -242,6 +253,9 @@ class FleetSync:
         """See `ExchangeListener`."""
         yield from self.settings.snapshot()
         yield from self._queues.snapshot()
+        for key, member in list(self._names.members.items()):
+            slots = member.adapter_slots
+            yield from (AdapterUsed(key, adapter) for adapter in (() if slots is None else slots.loaded))
         if self._caches is not None:
             yield from self._caches.snapshot()
 

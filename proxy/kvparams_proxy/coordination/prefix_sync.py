@@ -20,6 +20,7 @@ from kvparams.replication.entries import (
     Entry,
     PrefillBegan,
     PrefillEnded,
+    PrefillLoadsAdapter,
     PromptComputed,
 )
 from kvparams.replication.siblings import Sibling
@@ -87,7 +88,8 @@ class PrefixSync:
         engine = self._names.find_key(member)
         if engine is not None:
             number = self._own[key] = next(self._numbers)
-            self._publish(_began(number, engine, leg))
+            for entry in _began(number, engine, leg):
+                self._publish(entry)
 
     def prompt_computed(self, key: str, leg: PrefillLeg) -> None:
         """See `PrefillObserver`."""
@@ -171,7 +173,7 @@ class PrefixSync:
             leg = self._model.leg(key) if self._own.get(key) == number else None
             engine = None if leg is None else keys.get(leg.decision.chosen)
             if leg is not None and engine is not None:
-                yield _began(number, engine, leg)
+                yield from _began(number, engine, leg)
 
     # those of siblings
 
@@ -183,6 +185,10 @@ class PrefixSync:
         """
         if isinstance(entry, PrefillBegan):
             self._begin(sibling.id, entry)
+        elif isinstance(entry, PrefillLoadsAdapter):
+            member = self._legs.get(sibling.id, {}).get(entry.leg)
+            if member is not None:
+                member.backlog.add_load((sibling.id, entry.leg), _seconds(entry.load_s))
         elif isinstance(entry, PrefillEnded):
             self._end(sibling.id, entry)
         elif isinstance(entry, PromptComputed):
@@ -254,10 +260,10 @@ class PrefixSync:
         return join_hashes(front, hashes)
 
 
-def _began(number: int, engine: int, leg: PrefillLeg) -> PrefillBegan:
+def _began(number: int, engine: int, leg: PrefillLeg) -> Iterator[Entry]:
     expected, hashes = leg.decision.expected, leg.hashes
     held = 0 if leg.routed is None else len(leg.routed.used)
-    return PrefillBegan(
+    yield PrefillBegan(
         number,
         engine,
         leg.decision.prompt_tokens,
@@ -269,6 +275,8 @@ def _began(number: int, engine: int, leg: PrefillLeg) -> PrefillBegan:
         int(hashes[held - 1]) if held and hashes is not None else 0,
         b"" if hashes is None else pack_hashes(hashes[held:]),
     )
+    if expected.load_s:
+        yield PrefillLoadsAdapter(number, _seconds(expected.load_s))
 
 
 def _seconds(value: float) -> float:

@@ -25,6 +25,9 @@ _RETRY_S: Final = 1
 """After which it is worth asking again where an engine was busy or gone, and has not said when."""
 _LONGEST_RETRY_S: Final = 60
 """What an engine may say; the proxy's own queues say no more either."""
+_MODEL_MISSING: Final = {404: b" does not exist", 400: b"LoRA adapters are not loaded"}
+"""By status, how vLLM 0.32.0 (`entrypoints/serve/engine/serving.py`) and SGLang 0.5.23 (`srt/lora/lora_registry.py`)
+say that a model is missing. A 404 for an endpoint that an engine lacks says something else."""
 _SECONDS: Final = re.compile(rb"[0-9]{1,18}")
 
 
@@ -70,6 +73,12 @@ class LegEnd(NamedTuple):
         return 0
 
     @property
+    def model_missing(self) -> bool:
+        """True if the engine says that it does not know the model, or the LoRA adapter."""
+        said = _MODEL_MISSING.get(self.status)
+        return said is not None and said in self.raw
+
+    @property
     def kv_untouched(self) -> bool:
         """True if the engine cannot have fetched the KV that the leg named, which is still with its producer.
 
@@ -95,7 +104,13 @@ _SUCCESS: Final = LegOutcome()
 
 
 def classify_leg_outcome(
-    end: LegEnd, addresses: EngineAddresses, body: bytes, *, begun: bool = False, sent: StreamProgress | None = None
+    end: LegEnd,
+    addresses: EngineAddresses,
+    body: bytes,
+    *,
+    begun: bool = False,
+    sent: StreamProgress | None = None,
+    others_serve: bool = False,
 ) -> LegOutcome:
     """Returns what the end of a leg means.
 
@@ -105,12 +120,16 @@ def classify_leg_outcome(
         body: the client's own request: what stands in it is no secret.
         begun: whether the client has a part of the answer.
         sent: from where another engine could go on with the answer, where one could.
+        others_serve: whether the engine does not know the model any more (`LegEnd.model_missing`), and others do.
     """
     head, error = end.head, end.error
     if error is None and head.status == 200:
         return _SUCCESS
     failure = _failure(end, addresses, body, begun, sent)
     failure.instance = end.instance
+    if others_serve:
+        failure.retryable, failure.may_have_acted = True, False
+        return LegOutcome(failure)
     return LegOutcome(
         failure,
         blames_instance=failure.retryable and not _is_excused(end),

@@ -185,7 +185,17 @@ class LegSettlement:
             return None
         begun = context.life.answering
         sent = recorder.progress() if recorder is not None and begun else None
-        outcome = classify_leg_outcome(end, resources.engine_addresses, context.inbound.body, begun=begun, sent=sent)
+        others_serve = end.model_missing and resources.fleet.record_model_missing(
+            leg.instance, context.account.facts.model
+        )
+        outcome = classify_leg_outcome(
+            end,
+            resources.engine_addresses,
+            context.inbound.body,
+            begun=begun,
+            sent=sent,
+            others_serve=others_serve,
+        )
         if leg.answers_client and context.kv_claimed:  # nobody else may fetch it, whether the client stays or not
             context.abandon_kv(gone=False)
         resources.metrics.leg_failed(leg.instance, failure_kind(head, error))

@@ -6,6 +6,7 @@ A leg gets an instance only when that has room. Until then it waits, and the ins
 the legs behind it.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
@@ -15,6 +16,7 @@ from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerState
 from kvparams.routing.fair_queue import Ticket
 from kvparams.routing.pairing import PairKey
+from kvparams_proxy.fleet.adapter_loads import begin_adapter_leg, with_adapter_loads, with_free_slots
 from kvparams_proxy.fleet.candidates import Candidates
 from kvparams_proxy.fleet.leg_queue import LegQueue, LegWaiter, QueuedLeg, QueueObserver, RemoteLeg
 from kvparams_proxy.fleet.member import Member
@@ -51,17 +53,20 @@ class Dispatcher(Candidates):
         """
         super().__init__(role, members, now)
         self.needs_notice = False
-        """Whether more than the policy has a say now: a limit, a slow start, a breaker that is not closed, caches."""
+        """Whether more than the policy has a say now: a limit, a slow start, an open breaker, adapters, caches."""
         self.has_limits: Final = limits.requests is not None or limits.tokens is not None
         """Whether anybody ever waits here."""
         self.panic_legs = 0
         """Counts the legs that were given to suspected instances because no other could be given any."""
+        self.adapter_legs: Final = Counter[bool]()
+        """Counts the legs for LoRA adapters, by whether their instance should have had the adapter loaded."""
         self.load_changed: Callable[[Member], None] | None = None
         """Told of members that were chosen, where other proxies should know."""
+        self.adapter_used: Callable[[Member, str], None] | None = None
         self.trial_began: Callable[[], None] = self.forget_candidates
         """Called when an instance is chosen for its trial; the fleet has all roles forget their candidates."""
         self._careful = False
-        """Whether a slow start, a breaker that is not closed, or what is cached has a say now."""
+        """Whether a slow start, a breaker that is not closed, an adapter, or what is cached has a say now."""
         self._policy = policy
         self._prefixes = prefixes
         self._requests = limits.requests
@@ -166,7 +171,8 @@ class Dispatcher(Candidates):
         self._room.take(ticket)
         if self._prefixes is not None:
             self._turn += 1
-            self._prefixes.choose(self._policy, [member], facts, self._turn)
+            self._prefixes.choose(self._policy, [member], with_adapter_loads(facts, [member]), self._turn)
+        self._count_adapter(member, facts)
         self._count(member, facts)
         waiter.granted(member.instance)
 
@@ -228,10 +234,12 @@ class Dispatcher(Candidates):
             return None
         turn = self._turn
         self._turn = turn + 1
+        told = with_adapter_loads(facts, roomy)
         if self._prefixes is None:
-            chosen = self._policy.choose(roomy, facts, turn)
+            chosen = self._policy.choose(roomy, told, turn)
         else:
-            chosen = self._prefixes.choose(self._policy, roomy, facts, turn)
+            chosen = self._prefixes.choose(self._policy, roomy, told, turn)
+        self._count_adapter(chosen, facts)
         self._count(chosen, facts)
         if chosen.breaker.state is not BreakerState.CLOSED:
             if chosen.breaker.allows_requests:
@@ -253,7 +261,7 @@ class Dispatcher(Candidates):
         if self._slow.active:
             warm = self._slow.within_share(roomy, candidates)
             roomy = warm if warm or self.has_limits else roomy
-        return roomy
+        return with_free_slots(self.role, roomy, facts.model)
 
     def _needs_care(self, facts: RequestFacts, avoid: Collection[str], beside: PairKey | Role | None) -> bool:
         """Returns whether more than the policy has a say in the choice for a request."""
@@ -266,6 +274,13 @@ class Dispatcher(Candidates):
         if self.load_changed is not None:
             self.load_changed(chosen)
 
+    def _count_adapter(self, chosen: Member, facts: RequestFacts) -> None:
+        was_loaded = begin_adapter_leg(chosen, facts.model)
+        if was_loaded is not None:
+            self.adapter_legs[was_loaded] += 1
+            if self.adapter_used is not None:
+                self.adapter_used(chosen, facts.model or "")
+
     def _fits(self, member: Member, tokens: int) -> bool:
         """Returns whether a leg has room. Foreign legs alone leave room for one: engines may report legs that ended."""
         if self._requests is not None and member.in_flight >= self._requests and member.known_in_flight:
@@ -274,10 +289,12 @@ class Dispatcher(Candidates):
         return self._tokens is None or has_none or member.tokens + tokens <= self._tokens
 
     def _has_trouble(self) -> bool:
-        """Returns whether a breaker is not closed. A fleet of thousands changes many times a second."""
+        """Returns whether a breaker is not closed or adapters are served. A large fleet changes many times a second."""
         role = self.role
         for member in self._members.values():
-            if member.breaker.state is not _CLOSED and member.instance.role is role:
+            if member.instance.role is role and (
+                member.breaker.state is not _CLOSED or member.adapter_slots is not None
+            ):
                 return True
         return False
 

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 from kvparams.instances import RequestFacts, Role
 from kvparams.routing.pairing import PairKey
+from kvparams_proxy.fleet.adapter_loads import with_adapter_loads
 from kvparams_proxy.fleet.dispatcher import Dispatcher
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.routing_decision import RouteExplanation
@@ -39,6 +40,7 @@ class ExplainingDispatcher(Dispatcher):
             if member not in (free or preferred)
         }
         by_cache = None
+        facts = with_adapter_loads(facts, candidates)
         if self._prefixes is None:
             chosen = self._policy.choose(able, facts, turn).instance
         else:

@@ -11,6 +11,7 @@ from kvparams.dialects.interface import BootstrapInfo
 from kvparams.instances import Instance, RequestFacts, Role, ranks_key
 from kvparams.routing.pairing import PairTarget, pair_key
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.fleet.adapter_loads import record_adapters
 from kvparams_proxy.fleet.fleet_members import LAST_LEG_ENDED, FleetMembers
 from kvparams_proxy.fleet.health import RoleHealth, health_by_role
 from kvparams_proxy.fleet.leg_queue import LegWaiter, QueueObserver, RemoteLeg
@@ -94,6 +95,8 @@ class Fleet(FleetMembers):
             member = self._earlier.release(instance)
         elif member.in_flight == member.elsewhere + member.foreign:
             raise ValueError(f"{instance.id} is released more often than it was acquired")
+        elif member.adapter_slots is not None and facts.model is not None:
+            member.adapter_slots.end(facts.model)
         member.in_flight -= 1
         member.tokens -= facts.prompt_tokens
         if self.sharing is not None:
@@ -187,6 +190,20 @@ class Fleet(FleetMembers):
             return [member]
         return [each for each in self._members.values() if each.ready and ranks_key(each.instance) == key]
 
+    def record_model_missing(self, instance: Instance, model: str | None) -> bool:
+        """Records that an engine does not know a LoRA adapter that it has listed: it was unloaded. A probe tells more.
+
+        Returns whether it is such an adapter, and another instance of the role may be given work for it.
+        """
+        member = self._members.get(instance.id)
+        if member is None or member.instance is not instance or model is None or model not in member.adapters:
+            return False
+        record_adapters(member, member.adapters - {model})
+        member.models = (member.models or frozenset()) - {model}
+        self._changed(member, ChangeCause(Evidence.LEG, "it does not know an adapter that it has listed"))
+        self.probe(member)
+        return self.has_candidates(instance.role, model)
+
     # what other proxies tell
 
     def set_elsewhere(self, member: "Member", in_flight: int, tokens: int) -> None:
@@ -264,6 +281,11 @@ class Fleet(FleetMembers):
     def models(self) -> list[str]:
         """Returns the models that the engines report, sorted."""
         return sorted({model for member in self._members.values() for model in member.models or ()})
+
+    def adapter_parents(self) -> dict[str, str]:
+        """Returns the base model of each LoRA adapter that the engines report."""
+        members = self._members.values()
+        return {adapter: each.base_model or "" for each in members for adapter in each.adapters}
 
     def set_needed_roles(self, roles: frozenset[Role]) -> None:
         """Sets the roles without which requests are refused."""
@@ -351,3 +373,7 @@ class Fleet(FleetMembers):
     def panic_legs(self, role: Role) -> int:
         """Returns how many legs of this role were given to suspected instances because no other could be given any."""
         return self._roles[role].panic_legs
+
+    def adapter_legs(self, role: Role, *, loaded: bool) -> int:
+        """Returns how many legs for LoRA adapters went to instances that should have had theirs loaded, or not."""
+        return self._roles[role].adapter_legs[loaded]

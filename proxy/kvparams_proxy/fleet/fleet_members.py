@@ -1,7 +1,7 @@
 """The members of the fleet: who joins and leaves, who is drained, and what probes find out about them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Final, Protocol
@@ -13,6 +13,7 @@ from kvparams.instances import Instance, Role, SchedulingPolicy
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerLimits
 from kvparams.routing.pairing import PairKey, pair_key
+from kvparams_proxy.fleet.adapter_loads import record_adapters
 from kvparams_proxy.fleet.breakers import Breakers
 from kvparams_proxy.fleet.explaining_dispatcher import ExplainingDispatcher
 from kvparams_proxy.fleet.failure_attribution import FailureAttributor
@@ -46,6 +47,10 @@ class FleetSharing(Protocol):
 
     def load_changed(self, member: Member) -> None:
         """Hears that this proxy has more or fewer legs there."""
+        ...
+
+    def adapter_used(self, member: Member, adapter: str) -> None:
+        """Hears that this proxy has given a leg for a LoRA adapter to an engine."""
         ...
 
     def engine_failed(self, member: Member, *, connected: bool, why: str) -> None:
@@ -103,6 +108,8 @@ class FleetMembers:
         """Removed, and listeners do not know yet."""
         self.sharing: FleetSharing | None = None
         """Tells other proxies what becomes of this fleet, where there are any."""
+        self.probe: Callable[[Member], None] = lambda member: None
+        """Probes a member at once, where probes run."""
         self._listeners: list[FleetListener] = []
         self._add_first(instances)
         self._roles = {
@@ -195,6 +202,7 @@ class FleetMembers:
         self.sharing = sharing
         for dispatcher in self._roles.values():
             dispatcher.load_changed = sharing.load_changed
+            dispatcher.adapter_used = sharing.adapter_used
 
     def add_listener(self, listener: FleetListener) -> None:
         """Adds a listener, which hears of every change from now on."""
@@ -223,6 +231,7 @@ class FleetMembers:
         place: BootstrapInfo | None = None,
         version: str | None = None,
         base: str | None = None,
+        adapters: Sequence[str] | None = None,
         *,
         why: str = "",
         answers: bool = False,
@@ -233,6 +242,8 @@ class FleetMembers:
         than before, or that speaks another version of the protocol. `why` and `answers` are for the log: see
         `EngineStateLog.observe`.
         """
+        if adapters is not None:
+            record_adapters(member, adapters)
         self._record_presence(member, ready, models, place, version, base, Evidence.PROBE, why, answers=answers)
 
     # inside
@@ -329,6 +340,8 @@ class FleetMembers:
         """Makes a member another incarnation."""
         self._set_aside(member)
         member.instance = replace(member.instance, incarnation=token_hex(8))
+        if member.adapter_slots is not None:
+            member.adapter_slots.clear()
         self._breakers.restarted(member)
 
     def _set_aside(self, member: Member) -> None:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from kvparams.dialects.interface import BootstrapInfo
 from kvparams.engine_backlog import EngineBacklog
 from kvparams.instances import Instance, RequestFacts
+from kvparams.routing.adapter_slots import AdapterSlots
 from kvparams.routing.breaker import Breaker, BreakerState
 
 __all__ = ["Member", "MemberState"]
@@ -31,6 +32,8 @@ class Member:
     """An instance and the facts known about it now: a `kvparams.instances.Candidate`."""
 
     __slots__ = (
+        "adapter_slots",
+        "adapters",
         "backlog",
         "base_model",
         "bootstrap_info",
@@ -62,6 +65,10 @@ class Member:
         """The models it serves; None as long as it has not said."""
         self.base_model: str | None = None
         """The first of them that is no adapter."""
+        self.adapters: frozenset[str] = frozenset()
+        """The LoRA adapters among the models."""
+        self.adapter_slots: AdapterSlots | None = None
+        """The adapters that it should have loaded; None as long as it has named none."""
         self.bootstrap_info: BootstrapInfo | None = None
         """What its bootstrap server said last, where its dialect has one."""
         self.in_flight = 0
@@ -137,3 +144,7 @@ class Member:
     def serves(self, model: str | None) -> bool:
         """Returns whether it serves the model. True while it has not reported its models."""
         return model is None or self.models is None or model in self.models
+
+    def has_to_load(self, model: str | None) -> bool:
+        """Returns whether the model is an adapter that it serves and should have in none of its slots now."""
+        return self.adapter_slots is not None and model in self.adapters and model not in self.adapter_slots

@@ -113,7 +113,7 @@ class PrefixCacheModel:
             ValueError: it has begun already.
         """
         expected = leg.decision.expected
-        member.backlog.begin(key, expected.compute_s, expected.fetch_s)
+        member.backlog.begin(key, expected.compute_s, expected.fetch_s, expected.load_s)
         self._legs[key] = leg
         if leg.hashes is not None:
             self._believe(leg, member.instance, leg.hashes)

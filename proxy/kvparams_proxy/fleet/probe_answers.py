@@ -1,6 +1,6 @@
 """Reads the answers to probes: which models an engine serves, and which version of the protocol it speaks."""
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Final, NamedTuple, cast
 
 from pydantic_core import from_json
@@ -32,6 +32,8 @@ class ProbeResult(NamedTuple):
     """The first model that is no adapter."""
     answers: bool = False
     """Whether the engine answers as one should, and is given no work all the same."""
+    adapters: Sequence[str] | None = None
+    """The LoRA adapters among the models, in the engine's order; None where it did not say."""
 
 
 def parse_answer(raw: bytes) -> Mapping[str, object] | None:
@@ -68,7 +70,7 @@ class _ModelsReceiver(ListReceiver):
         for value in values[: _MOST_MODELS - len(self.stand_in)]:
             if isinstance(value, dict):
                 model = cast("dict[str, object]", value)
-                self.stand_in.append({"id": model.get("id"), "parent": model.get("parent")})
+                self.stand_in.append({name: model.get(name) for name in ("id", "parent", "owned_by")})
 
 
 def interpret_answer(
@@ -90,17 +92,36 @@ def interpret_answer(
         return ProbeResult(True, f"a probe was answered {head.status}", known)
     if document is None:
         return ProbeResult(False, "the answer to a probe is not JSON", known)
-    models, base = _models(document.get("data"))
+    models, base, adapters = _models(document.get("data"))
     try:
         version = negotiate_with_engine(document)
     except NoCommonVersion as none:
         return ProbeResult(False, str(none), known, answers=True)
-    return ProbeResult(True, "it answers probes", models, version, base)
+    return ProbeResult(True, "it answers probes", models, version, base, adapters=adapters)
 
 
-def _models(data: object) -> tuple[frozenset[str] | None, str | None]:
+def _models(data: object) -> tuple[frozenset[str] | None, str | None, Sequence[str] | None]:
+    """Returns what requests call the models, the first one that is no adapter, and the adapters.
+
+    A request names an adapter of SGLang 0.5.23 by `base:adapter` (`entrypoints/openai/serving_base.py`); by the name
+    that stands in its list of models SGLang would give it the base model.
+    """
     if not isinstance(data, list):
-        return None, None
-    entries = [cast("dict[str, object]", e) for e in cast("list[object]", data)[:_MOST_MODELS] if isinstance(e, dict)]
-    named = [(name, entry.get("parent")) for entry in entries if isinstance(name := entry.get("id"), str)]
-    return frozenset(name for name, _ in named), next((name for name, parent in named if name and not parent), None)
+        return None, None, None
+    models: set[str] = set()
+    adapters: list[str] = []
+    base: str | None = None
+    for entry in cast("list[object]", data)[:_MOST_MODELS]:
+        if not isinstance(entry, dict):
+            continue
+        card = cast("dict[str, object]", entry)
+        name, parent = card.get("id"), card.get("parent")
+        if not isinstance(name, str):
+            continue
+        if isinstance(parent, str) and parent:
+            name = f"{parent}:{name}" if card.get("owned_by") == "sglang" else name
+            adapters.append(name)
+        else:
+            base = base or name
+        models.add(name)
+    return frozenset(models), base, adapters

@@ -310,8 +310,8 @@ class _MemberProbe:
         self._learn(said, place)
 
     def _learn(self, said: ProbeResult, place: BootstrapInfo | None = None) -> None:
-        ready, why, models, version, base, answers = said
-        self._fleet.record_probe(self._member, ready, models, place, version, base, why=why, answers=answers)
+        ready, why, models, version, base, answers, adapters = said
+        self._fleet.record_probe(self._member, ready, models, place, version, base, adapters, why=why, answers=answers)
         if self._bootstrap is None:
             for other in tuple(self._ranks):
                 if other is not self:
@@ -322,8 +322,8 @@ class _MemberProbe:
         """Learns what the server has answered for another rank, and asks later than that rank."""
         if self._exchange is not None or self._reading is not None:
             return
-        ready, why, models, version, base, answers = said
-        self._fleet.record_probe(self._member, ready, models, None, version, base, why=why, answers=answers)
+        ready, why, models, version, base, answers, adapters = said
+        self._fleet.record_probe(self._member, ready, models, None, version, base, adapters, why=why, answers=answers)
         self._over(_RETRY_S)
 
     def _over(self, later_s: float = 0.0) -> None:

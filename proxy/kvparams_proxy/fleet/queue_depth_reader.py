@@ -1,5 +1,7 @@
 """Reads each engine's queue depth from its `/metrics`, so that load from clients unknown to this proxy counts.
 
+What the metrics say of LoRA adapters corrects what the proxy believes to be loaded there.
+
 Engines without the metrics are left alone. Reading is limited in size and time, and never says whether an engine is
 well: probes do.
 """
@@ -15,9 +17,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvparams.instances import Role, ranks_key
+from kvparams.routing.adapter_metrics import parse_adapter_metrics
 from kvparams.routing.foreign_load import ForeignLoad, MeanLeg
 from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usages, parse_queue_depths
 from kvparams_proxy.event_loop.clock import Clock, ClockTimer
+from kvparams_proxy.fleet.adapter_loads import correct_slots
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
@@ -183,6 +187,8 @@ class _PageReader:
             usages = parse_cache_usages(raw)
             for member in self._ranks:
                 member.cache_usage = _of_rank(member, usages, max)
+        if any(member.adapter_slots is not None for member in self._ranks):
+            self._correct_slots(raw)
         try:
             depths = parse_queue_depths(raw)
         except QueueDepthError as error:
@@ -195,6 +201,15 @@ class _PageReader:
                 self._absent = False
                 load.record(depth)
         owner.results["read"] += not self._absent
+
+    def _correct_slots(self, raw: bytes) -> None:
+        said = parse_adapter_metrics(raw)
+        if said is None:
+            return
+        if len(self._ranks) > 1:  # vLLM does not say which rank has an adapter (0.32.0 v1/metrics/loggers.py)
+            said = said._replace(active=frozenset())
+        for member in self._ranks:
+            correct_slots(member, said)
 
     def _wait(self, delay_s: float) -> None:
         self._timer = self._owner.loop.call_later(delay_s, self._tick)

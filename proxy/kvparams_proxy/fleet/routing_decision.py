@@ -53,12 +53,13 @@ class RoutingDecision(NamedTuple):
         it, convert = self.expected, partial(self.in_engine_tokens, engine_prompt_tokens=engine_prompt_tokens)
         whose = "" if self.source is None else f"from {self.source.id} "
         fetched = convert(it.fetched_tokens)
+        load = f"load the adapter in {1000 * it.load_s:.0f} ms, " if it.load_s else ""
         fetch = f"fetch {fetched} {whose}in {1000 * it.fetch_s:.0f} ms, " if it.fetched_tokens else ""
         named = sorted(self.candidates, key=lambda each: (-self.cached_tokens.get(each, 0), each.id))
         others = [each for each in named if each is not self.chosen]
         parts = [
             f"{self.chosen.id}: {convert(it.cached_tokens)} of {convert(self.prompt_tokens)} tokens cached, "
-            f"wait {1000 * it.wait_s:.0f} ms, {fetch}compute {1000 * it.compute_s:.0f} ms"
+            f"wait {1000 * it.wait_s:.0f} ms, {fetch}{load}compute {1000 * it.compute_s:.0f} ms"
         ]
         parts += [f"{each.id}: {convert(self.cached_tokens.get(each, 0))} cached" for each in others[: _NAMED - 1]]
         if len(others) >= _NAMED:

@@ -113,6 +113,10 @@ class InstanceAnswer(Answer):
     tokens: Annotated[int, _is("prompt tokens of these")]
     leases: Annotated[int, _is("transfers whose KV it holds and that nobody has fetched yet")]
     models: Annotated[list[str] | None, _is("the models that it serves; null until it has said so")]
+    loaded_adapters: Annotated[
+        list[str] | None,
+        _is("the LoRA adapters that it should have loaded, the least recently used first; null if it serves none"),
+    ]
     has_key: Annotated[bool, _is("whether the proxy has an API key for it")]
 
 
@@ -168,6 +172,7 @@ class CandidateAnswer(Answer):
     computed: Annotated[int | None, _is("prompt tokens that it should compute")] = None
     wait_s: Annotated[float | None, _is("seconds until the work before it is done")] = None
     fetch_s: Annotated[float | None, _is("seconds for fetching")] = None
+    load_s: Annotated[float | None, _is("seconds for loading the LoRA adapter that is asked for")] = None
     compute_s: Annotated[float | None, _is("seconds for computing")] = None
     first_token_s: Annotated[float | None, _is("expected seconds to the first token")] = None
     excluded: Annotated[

@@ -70,6 +70,7 @@ def describe_instance(registry: Registry, member: Member, leases: Mapping[str, i
         tokens=member.tokens,
         leases=leases.get(instance.id, 0),
         models=None if member.models is None else sorted(member.models),
+        loaded_adapters=None if member.adapter_slots is None else member.adapter_slots.loaded,
         has_key=owned.spec.credentials.key is not None,
     )
 

@@ -332,6 +332,7 @@ async def _start_tasks(stack: AsyncExitStack, settings: Settings, plugins: AppPl
     bootstraps = BootstrapServers(plugins.dialects, settings.upstream_limits, parts.clock)
     prober = Prober(parts.fleet, settings.probe_interval_s, parts.pools, bootstraps, parts.clock, parts.step_runner)
     await stack.enter_async_context(prober)
+    parts.fleet.probe = prober.probe_now
     parts.queue_depths.start()
     stack.callback(parts.queue_depths.close)
     if parts.sync is not None:

@@ -54,12 +54,14 @@ def _model_cards(resources: ExecutionResources, modes: ActiveModes) -> Iterator[
     """
     card: dict[str, object] = {"object": "model", "created": 0, "owned_by": "kvparams"}
     served: list[str] = []
+    parents = resources.fleet.adapter_parents()
     for model in resources.fleet.models():
         facts = RequestFacts("", "", model, 1, 1, None, None)
         roles = modes.select_manager(facts, _COMMON_PATH, False).roles
         if all(any(m.instance.role is role and m.serves(model) for m in resources.fleet.members) for role in roles):
             served.append(model)
-            yield {"id": model, **card, "root": model}
+            parent = parents.get(model)
+            yield {"id": model, **card, "root": model, **({"parent": parent} if parent else {})}
     for alias, model in sorted(resources.settings.model_aliases.items()):
         if model in served and alias not in served:
             yield {"id": alias, **card, "root": model}

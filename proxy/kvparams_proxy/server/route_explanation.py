@@ -170,6 +170,7 @@ def _candidates(explained: "RouteExplanation") -> list[CandidateAnswer]:
                 "computed": one.computed_tokens,
                 "wait_s": round(one.wait_s, 6),
                 "fetch_s": round(one.fetch_s, 6),
+                "load_s": round(one.load_s, 6),
                 "compute_s": round(one.compute_s, 6),
                 "first_token_s": round(one.ttft_s, 6),
                 "legs_seen": member.backlog.cost_model.sample_count,

@@ -105,13 +105,20 @@ class ProxyGauges(Collector):
         panic = CounterMetricFamily(
             "kvparams_proxy_panic_legs", "Legs of suspected instances, where no other could be used.", labels=["role"]
         )
+        adapters = CounterMetricFamily(
+            "kvparams_proxy_adapter_legs",
+            "Legs for LoRA adapters, by whether their instance should have had the adapter loaded.",
+            labels=["role", "loaded"],
+        )
         for role, health in self._fleet.health().items():
+            for loaded, word in ((True, "yes"), (False, "no")):
+                adapters.add_metric([role, word], self._fleet.adapter_legs(role, loaded=loaded))
             waiting.add_metric([role], health.waiting)
             panic.add_metric([role], self._fleet.panic_legs(role))
             for state in ("total", "ready", "draining", "broken"):
                 instances.add_metric([role, state], getattr(health, state))
         pairs = _gauge("pairs_apart", "Prefill and decode instances that fail together.", self._fleet.separated_pairs)
-        return waiting, panic, instances, pairs
+        return waiting, panic, adapters, instances, pairs
 
     def _instances(self) -> Iterable[Metric]:
         members = list(self._fleet.members)

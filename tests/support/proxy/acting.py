@@ -103,13 +103,21 @@ class Actor:
         for writer in self._connections:
             writer.transport.abort()
 
+    def page(self, path: str) -> bytes:
+        """Returns what it answers to a GET."""
+        return MODELS
+
+    def refusal(self, asked: dict[str, Any]) -> bytes | None:
+        """Returns the body of the 404 with which it answers a leg, or None if it runs it."""
+        return None
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._connections.add(writer)
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 if head.startswith(b"GET"):
-                    writer.write(_whole(MODELS))
+                    writer.write(_whole(self.page(head.split(b" ")[1].decode())))
                     continue
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                 body = await reader.readexactly(length)
@@ -138,6 +146,9 @@ class Actor:
                 raise ConnectionResetError
         if self.pause_s:
             await asyncio.sleep(self.pause_s)
+        if (refusal := self.refusal(asked)) is not None:
+            writer.write(_whole(refusal, b"404 Not Found"))
+            return
         if asked.get("stream"):
             await self._stream(asked, writer)
         else:

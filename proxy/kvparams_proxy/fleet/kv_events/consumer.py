@@ -162,11 +162,22 @@ class KVEventConsumer:
 
     def _apply(self, member: Member, batch: EventBatch | None, model: str) -> None:
         try:
+            if batch is not None and member.adapters:
+                batch = replace(batch, events=tuple(_as_requested(event, member, model) for event in batch.events))
             self._prefixes.event_sources.apply(member, batch, model)
         except ValueError as error:  # an engine's hashes may be anything
             _log.warning("a KV event of %s cannot be used: %s", member.instance.id, error)
         except Exception:  # noqa: BLE001  a fault of the proxy: what others say is entered all the same
             _log.exception("a KV event of %s could not be processed", member.instance.id)
+
+
+def _as_requested(event: KVCacheEvent, member: Member, model: str) -> KVCacheEvent:
+    """Returns an event whose LoRA adapter has the name by which requests ask for it: see `probe_answers`."""
+    if isinstance(event, BlockStored) and event.lora is not None and event.lora not in member.adapters:
+        asked = f"{model}:{event.lora}"
+        if asked in member.adapters:
+            return event._replace(lora=asked)
+    return event
 
 
 def _parts(said: ReceivedBatch) -> Iterator[tuple[Member, EventBatch | None]]:

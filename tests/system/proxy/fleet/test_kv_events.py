@@ -281,6 +281,39 @@ async def test_what_an_engine_says_is_believed_until_it_takes_it_back(at: tuple[
             assert site.events.unplaced_blocks == 0
 
 
+async def test_blocks_of_an_adapter_are_never_those_of_the_base_model_or_another_one(
+    at: tuple[int, int],
+) -> None:
+    extras = [["sql"]] * (640 // 16)
+    with Publisher(at) as publisher:
+        async with a_site(at) as site:
+            await site.connected()
+            publisher.say(stored(PROMPT[:640], lora_name="sql", lora_id=1, extra_keys=extras))  # as vLLM 0.32.0
+            await site.becomes(640, model="sql")
+            assert site.cached(PROMPT) == [0, 0]
+            assert site.cached(PROMPT, model="chat") == [0, 0]
+            publisher.say({"type": "AllBlocksCleared"})
+            publisher.say(stored(PROMPT[:640], lora_id=7))  # an adapter that nobody can name: whose blocks are they?
+            publisher.say(stored(PROMPT[:320], lora_name="sql", lora_id=1))
+            await site.becomes(320, model="sql")
+            assert site.cached(PROMPT) == [0, 0]
+            assert site.events.unplaced_blocks == 640 // 16
+            publisher.say(stored(PROMPT[:640]))
+            await site.becomes(640)  # the control
+
+
+async def test_an_adapter_of_sglang_is_found_by_the_name_that_requests_use(at: tuple[int, int]) -> None:
+    with Publisher(at) as publisher:
+        async with a_site(at) as site:
+            for member in site.members:
+                models = frozenset(("m", "m:sql"))
+                site.fleet.record_probe(member, True, models, None, None, "m", ("m:sql",))
+            await site.connected()
+            publisher.say(stored(PROMPT[:640], lora_name="sql"))
+            await site.becomes(640, model="m:sql")
+            assert site.cached(PROMPT) == [0, 0]
+
+
 async def test_what_is_lost_on_the_way_is_asked_for_again(at: tuple[int, int]) -> None:
     with Publisher(at) as publisher:
         async with a_site(at) as site:

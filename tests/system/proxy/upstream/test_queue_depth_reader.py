@@ -89,6 +89,19 @@ async def read(answer: bytes) -> AsyncGenerator[Read]:
         await until(lambda: not asyncio.all_tasks() - others - {asyncio.current_task()})
 
 
+async def test_what_it_says_of_adapters_corrects_the_slots() -> None:
+    body = b'vllm:lora_requests_info{max_lora="2",waiting_lora_adapters="b",running_lora_adapters="b"} 1.7e9\n'
+    text = metrics(0).partition(b"\r\n\r\n")[2] + body
+    async with read(WHOLE % (len(text), text)) as found:
+        member = found.member
+        found.fleet.record_probe(member, True, frozenset("mabc"), None, None, "m", ("a", "c", "b"))
+        slots = member.adapter_slots
+        assert slots is not None
+        slots.forget("b")
+        await until(lambda: slots.capacity == 2)
+        assert slots.loaded == ["c", "b"]
+
+
 async def test_what_the_engine_has_beyond_our_legs_counts_as_load() -> None:
     async with read(metrics(2, 3)) as found:
         member = found.member

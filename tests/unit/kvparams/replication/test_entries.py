@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvparams.replication.entries import (
+    AdapterUsed,
     BlocksChanged,
     BlocksHeld,
     BlocksRouted,
@@ -19,6 +20,7 @@ from kvparams.replication.entries import (
     LegQueued,
     PrefillBegan,
     PrefillEnded,
+    PrefillLoadsAdapter,
     PromptComputed,
     RoomOffered,
     SettingChanged,
@@ -43,6 +45,8 @@ _ENTRIES: st.SearchStrategy[Any] = st.one_of(
     st.builds(EngineLoad, _U64, _U32, _U64),
     st.builds(PrefillBegan, _U64, _U64, _U32, _FLOAT, _FLOAT, _U32, _U32, _U32, _U64, _HASHES),
     st.builds(PromptComputed, _U64, _U32, _U32),
+    st.builds(PrefillLoadsAdapter, _U64, _FLOAT),
+    st.builds(AdapterUsed, _U64, _TEXT),
     st.builds(PrefillEnded, _U64, st.booleans(), st.none() | _U32, st.none() | _U32),
     st.builds(BlocksRouted, _U64, _U32, _U64, _HASHES),
     st.integers(0, 9)

@@ -339,3 +339,39 @@ def test_an_engine_is_learned_anew_once_foreign_legs_have_stayed_away() -> None:
     clock.now += 0.1
     pace.end("late", 1000, 1000)
     assert pace.cost_model.sample_count == 1
+
+
+@pytest.mark.parametrize("load_first", [True, False])
+def test_what_is_computed_beside_a_loaded_adapter_is_no_faster_for_it(load_first: bool) -> None:
+    """Two prompts of one batch, one of which has to load its adapter first, for 1 s; a batch takes 0.2 s without."""
+    clock = Clock()
+    pace = EngineBacklog(clock)
+    for number in range(40):
+        pace.begin(number, 0.1)
+        clock.now += 0.1
+        pace.end(number, 1000, 1000)
+    for _ in range(40):
+        pace.begin("other", 0.1)
+        pace.begin("load", 0.1, load_s=0.5)
+        clock.now += 1.2
+        for leg in ("load", "other") if load_first else ("other", "load"):
+            pace.end(leg, 1000, 1000)
+            clock.now += 1e-6
+    assert pace.cost_model.predict_s(1000, 1000) == pytest.approx(0.1, rel=0.05)
+    assert pace.cost_model.adapter_load_s == pytest.approx(1.1 if load_first else 1.0, rel=0.05)
+    assert pace.wait_s == 0.0
+
+
+def test_an_adapter_is_loaded_before_the_prompt_is_computed_and_is_waited_for() -> None:
+    clock = Clock()
+    pace = EngineBacklog(clock)
+    pace.begin("one", 0.1, load_s=0.5)
+    assert pace.wait_s == pytest.approx(0.6)
+    pace.begin("two", 0.1)
+    pace.add_load("two", 0.4)
+    assert pace.wait_s == pytest.approx(1.1)
+    pace.add_load("three", 9.0)  # it was never given
+    assert pace.wait_s == pytest.approx(1.1)
+    for leg in ("one", "two"):
+        pace.end(leg)
+    assert pace.wait_s == 0.0

@@ -66,7 +66,7 @@ class Fleet:
         seat.in_flight += 1
         seat.tokens += request.prompt_tokens
         expected = estimate_ttft(seat, request)
-        seat.backlog.begin(request.request_id, expected.compute_s, expected.fetch_s)
+        seat.backlog.begin(request.request_id, expected.compute_s, expected.fetch_s, expected.load_s)
 
     def end(self, seat: Seat, request: RequestFacts) -> None:
         """It has done it, as was expected."""

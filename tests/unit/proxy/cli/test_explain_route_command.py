@@ -184,3 +184,22 @@ def test_it_says_who_is_left_out_and_what_was_not_looked_at(
     _, said = explain(capsys, server.url, token)
     assert "not now" not in said
     assert "wait" not in said
+
+
+@pytest.mark.parametrize("load_s", [None, 0, 0.5])
+def test_loading_an_adapter_has_a_column_where_there_is_something_to_load(
+    load_s: float | None, server: Server, token: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = CANDIDATE | CACHE | {"first_token_s": 0.25}
+    elsewhere = CANDIDATE | CACHE | {"id": "p1", "load_s": load_s, "first_token_s": 0.75}
+    server.body = json.dumps(ROUTE | {"policy": "cache_aware", "candidates": [there, elsewhere]}).encode()
+    found, said = explain(capsys, server.url, token)
+    assert found == 0
+    (head,) = [line for line in said.splitlines() if "instance" in line]
+    (row,) = [line for line in said.splitlines() if line.split()[:1] == ["p1"]]
+    if load_s:
+        assert head.split() == ["instance", "cached", "fetched", "wait", "fetch", "load", "compute", "first"]
+        assert row.split()[3:] == ["0", "ms", "0", "ms", "500", "ms", "0", "ms", "750", "ms"]
+    else:
+        assert "load" not in head
+        assert row.split()[3:] == ["0", "ms", "0", "ms", "0", "ms", "750", "ms"]

@@ -647,3 +647,64 @@ def test_a_proxy_with_other_block_hashes_listens_to_nobody_for_this_one() -> Non
     a = site.proxies[0]
     assert len(a.shared.exchange.siblings) == 1
     assert all(a.shared.owns(member) for member in a.fleet.members)
+
+
+def _serve_adapters(proxy: SharedProxy) -> None:
+    for member in proxy.fleet.members:
+        models = frozenset(("m", "a", "b"))
+        proxy.fleet.record_probe(member, True, models, None, None, "m", ("a", "b"))
+        assert member.adapter_slots is not None
+        member.adapter_slots.clear()
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_an_adapter_stays_where_any_proxy_has_used_it(site: Site, role: Role) -> None:
+    a, b, c = site.proxies
+    for proxy in (a, b, c):
+        _serve_adapters(proxy)
+    ask = facts("one", tokens=100)._replace(model="a")
+    used = a.acquire(role, ask)
+    site.after()
+    a.fleet.release(used, ask)
+    site.after()
+    for number, proxy in enumerate((b, c, b, c)):
+        request = facts(f"more-{number}", tokens=100)._replace(model="a")
+        again = proxy.acquire(role, request)
+        assert again.id == used.id
+        proxy.fleet.release(again, request)
+        site.after()
+    assert [proxy.fleet.adapter_legs(role, loaded=False) for proxy in (a, b, c)] == [1, 0, 0]
+    site.after(HEARTBEAT_S)
+    late = site.start()
+    _serve_adapters(late)
+    slots = late.member(used.id).adapter_slots
+    assert slots is not None
+    assert "a" not in slots  # the control
+    site.after(3.0)
+    assert "a" in slots
+
+
+def test_what_another_proxys_leg_took_to_load_is_not_taken_for_computing(site: Site) -> None:
+    a, b, _ = site.proxies
+    for proxy in site.proxies:
+        _serve_adapters(proxy)
+
+    def leg(number: int, model: str, seconds: float) -> None:
+        ask = facts(f"{model}-{number}", tokens=1000)._replace(model=model)
+        instance = a.acquire(Role.PREFILL, ask)
+        site.after(seconds)
+        a.prefixes.record_report(ask, 1000, 0)
+        a.fleet.release(instance, ask)
+        site.after()
+
+    a.fleet.drain("prefill-1")
+    for number in range(20):
+        leg(number, "m", 0.2)
+        slots = a.member("prefill-0").adapter_slots
+        assert slots is not None
+        slots.forget(("a",))
+        leg(number, "a", 1.2)
+    for proxy in (a, b):
+        speed = proxy.member("prefill-0").backlog.cost_model
+        assert speed.predict_s(1000, 1000) == pytest.approx(0.2, rel=0.1)
+        assert speed.adapter_load_s > 0.9
