@@ -1,13 +1,14 @@
-"""Reads an engine's load from its Prometheus metrics: the requests that it runs or queues, and how full its cache is.
+"""Reads an engine's load from its Prometheus metrics: requests, the use of its cache, and the KV bytes it moved.
 
 Only the lines that are wanted are parsed; the rest of the text is skipped by searching for their names.
 """
 
 import re
-from math import isfinite
-from typing import Final
+from collections.abc import Iterator
+from math import inf, isfinite
+from typing import Final, NamedTuple
 
-__all__ = ["QueueDepthError", "parse_cache_usage", "parse_queue_depth"]
+__all__ = ["MovedBytes", "QueueDepthError", "parse_cache_usage", "parse_moved_bytes", "parse_queue_depth"]
 
 _NAMES: Final = (
     b"vllm:num_requests_running",
@@ -27,13 +28,35 @@ _PRIORITY: Final = re.compile(rb'(?:^|,)priority="[^"]')
 """SGLang repeats each total by priority."""
 _USAGE_NAMES: Final = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
 """The share of the KV cache that is used, from 0 to 1, in the same places; `gpu_cache_usage_perc` until vLLM 0.10."""
-_USAGE: Final = re.compile(rb"(?:\{[^\n]{0,2048}\})?[ \t]+([0-9.eE+-]{1,32})")
-"""Labels and value, behind the name."""
+_MOVED_NAMES: Final = (
+    ((b"vllm:nixl_bytes_transferred_sum", 1), (b"sglang:kv_transfer_total_mb_sum", 1 << 20)),
+    ((b"vllm:kvparams_bytes_loaded_total", 1), (b"reference_engine:kv_bytes_loaded_total", 1)),
+    ((b"vllm:kvparams_bytes_saved_total", 1), (b"reference_engine:kv_bytes_saved_total", 1)),
+)
+"""The names for each member of `MovedBytes`, with their units in bytes.
+
+vLLM 0.32 `kv_connector/v1/nixl/stats.py`: the side that moves the KV counts it, which is decode unless prefill pushes.
+SGLang 0.5.23 `srt/observability/metrics_collector.py`: prefill counts. The others are connectors of this project."""
 _MOST_SAMPLES: Final = 1024
 _LONGEST_LINE: Final = 4096
+_LONGEST_VALUE: Final = 64
+"""Of a line: its value and its time."""
 _MOST_BYTES: Final = 256 << 10
 """Of all samples together, whose labels are searched: some 10 ms."""
 _MOST_REQUESTS: Final = 1_000_000
+_MOST_MOVED: Final = 1e18
+"""Bytes: more are implausible."""
+
+
+class MovedBytes(NamedTuple):
+    """The KV bytes that an engine has moved since it started; None where it does not say."""
+
+    transferred: float | None
+    """Between engines."""
+    loaded: float | None
+    """From a store."""
+    saved: float | None
+    """To a store."""
 
 
 class QueueDepthError(ValueError):
@@ -92,23 +115,46 @@ def parse_cache_usage(text: bytes | bytearray) -> float | None:
 
     `text`: see `parse_queue_depth`.
     """
-    highest: float | None = None
-    for name in _USAGE_NAMES:
-        at = -1
-        for _ in range(_MOST_SAMPLES):
-            at = text.find(name, at + 1)
-            if at < 0:
-                break
-            sample = _USAGE.match(text, at + len(name))
-            if sample is None or (at and text[at - 1] != 0x0A):  # a comment, or another name
-                continue
-            try:
-                share = float(sample[1])
-            except ValueError:
-                continue
-            if 0.0 <= share <= 1.0:
-                highest = share if highest is None else max(highest, share)
-    return highest
+    shares = [share for name in _USAGE_NAMES for share in _values(text, name) if share <= 1.0]
+    return max(shares, default=None)
+
+
+def parse_moved_bytes(text: bytes | bytearray) -> MovedBytes | None:
+    """Returns the KV bytes that an engine has moved, over all its ranks; None if it says nothing of them.
+
+    `text`: see `parse_queue_depth`.
+    """
+    found: list[float | None] = []
+    for names in _MOVED_NAMES:
+        values = [unit * value for name, unit in names for value in _values(text, name)]
+        total = sum(values)
+        found.append(total if values and total <= _MOST_MOVED else None)
+    return None if found == [None, None, None] else MovedBytes(*found)
+
+
+def _values(text: bytes | bytearray, name: bytes) -> Iterator[float]:
+    """Yields the values of the samples of this name that are numbers of 0 or more."""
+    end = 0
+    for _ in range(_MOST_SAMPLES):
+        at = text.find(name, end)
+        if at < 0:
+            return
+        end = at + len(name)
+        line_end = text.find(b"\n", end, end + _LONGEST_LINE)
+        if line_end < 0 and len(text) - end <= _LONGEST_LINE:
+            line_end = len(text)
+        if line_end < 0 or (at and text[at - 1] != 0x0A):  # a longer line, a comment, or another name
+            continue
+        rest, end = bytes(text[end:line_end]), line_end
+        if rest[:1] not in (b"{", b" ", b"\t"):  # a longer name
+            continue
+        words = rest[-_LONGEST_VALUE:].rpartition(b"}")[2].split(maxsplit=1)
+        try:
+            value = float(words[0])
+        except (IndexError, ValueError):
+            continue
+        if 0.0 <= value < inf:
+            yield value
 
 
 def _count(value: bytes) -> float:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from kvparams.instances import Role
 from kvparams.routing.foreign_load import ForeignLoad, MeanLeg
-from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usage, parse_queue_depth
+from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usage, parse_moved_bytes, parse_queue_depth
 from kvparams_proxy.event_loop.clock import Clock, ClockTimer
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.member import Member
@@ -64,8 +64,9 @@ class QueueDepthReader:
         self.mean_legs: Final = {role: MeanLeg() for role in Role}
         self.results: Final = Counter[str]()
         """Counts readings by result: `read`, `failed`, `refused`."""
-        self.cache_usage_until_s = 0.0
-        """Until when `Member.cache_usage` is wanted, on the clock of `loop`: while somebody looks at it."""
+        self.shown_until_s = 0.0
+        """Until when `Member.cache_usage` and `Member.moved_bytes` are wanted, on the clock of `loop`: while somebody
+        looks at them."""
         self._random = random or Random()
         self._shared_until = 0.0
         self._readers: dict[Member, _MemberReader] = {}
@@ -164,17 +165,18 @@ class _MemberReader:
     def _read(self, raw: bytes) -> None:
         owner, member = self._owner, self._member
         self._absent = True
-        if owner.loop.time() < owner.cache_usage_until_s:
+        if owner.loop.time() < owner.shown_until_s:
             member.cache_usage = parse_cache_usage(raw)
+            member.moved_bytes = parse_moved_bytes(raw)
         try:
             depth = parse_queue_depth(raw)
         except QueueDepthError as error:
             owner.results["refused"] += 1
             _log.debug("the metrics of %s are ignored: %s", member.instance.id, error)
             return
+        self._absent = depth is None and parse_moved_bytes(raw) is None
         if depth is None:
             return
-        self._absent = False
         owner.results["read"] += 1
         backlog = member.backlog
         mean = owner.mean_legs[member.instance.role]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
+from kvparams.routing.queue_depth import MovedBytes
 from kvparams_proxy.ui.worker_part import EngineFacts, WorkerPart
 
 __all__ = ["COLUMNS", "EngineRow", "EngineTotals", "engine_row", "merge_engines", "rounded", "totals_of"]
@@ -10,6 +11,7 @@ __all__ = ["COLUMNS", "EngineRow", "EngineTotals", "engine_row", "merge_engines"
 _STATES: Final = ("ready", "draining", "not_ready", "broken")
 """From the best to the worst: the worst that a worker sees is shown."""
 _BREAKERS: Final = ("closed", "half_open", "open")
+_UNKNOWN: Final = MovedBytes(None, None, None)
 
 
 class EngineRow(NamedTuple):
@@ -45,25 +47,56 @@ class EngineRow(NamedTuple):
     """The share of its KV cache that is used, from 0 to 1."""
     cache_is_estimate: bool
     """Whether this is an estimate of the proxy. Otherwise the engine says it."""
+    transfer_bytes_per_s: float | None
+    """KV that it fetches from other engines or sends to them, as it counts itself; None if it does not say."""
+    load_bytes_per_s: float | None
+    """KV that it loads from a store; None likewise."""
+    save_bytes_per_s: float | None
+    """KV that it saves to a store; None likewise."""
+    reason: str
+    """Why it is in its state, in the words of the log."""
+    since: float
+    """When it came into this state, since 1970; 0 if it is unknown."""
 
 
 COLUMNS: Final = EngineRow._fields
 """The names of the values of an engine."""
 
 
-EngineTotals = tuple[int, int, int, int, int, float]
-"""Of an engine: legs, prompt tokens, cached tokens, answer tokens, gaps and their seconds."""
+class EngineTotals(NamedTuple):
+    """The counts of an engine at one look."""
+
+    legs: float
+    prompt: float
+    cached: float
+    answer: float
+    gaps: float
+    gaps_s: float
+    moved: MovedBytes
+    """As the engine says."""
+
+    def since(self, then: "EngineTotals | None") -> "EngineTotals | None":
+        """Returns what is new; None without an earlier look, or if a count has gone back."""
+        if then is None or any(now < earlier for now, earlier in zip(self[:6], then[:6], strict=True)):
+            return None
+        moved = MovedBytes._make(
+            None if now is None or before is None or now < before else now - before
+            for now, before in zip(self.moved, then.moved, strict=True)
+        )
+        counts = (now - earlier for now, earlier in zip(self[:6], then[:6], strict=True))
+        return EngineTotals._make((*counts, moved))
 
 
 def totals_of(engine: EngineFacts) -> EngineTotals:
     """Returns the totals of an engine."""
-    return (
+    return EngineTotals(
         engine.legs,
         engine.prompt_tokens,
         engine.cached_tokens,
         engine.answer_tokens,
         engine.gaps,
         engine.gaps_s,
+        MovedBytes(engine.transferred, engine.loaded, engine.saved),
     )
 
 
@@ -85,8 +118,11 @@ def merge_engines(workers: Sequence[WorkerPart], ended: Mapping[str, float]) -> 
 
 
 def _merged(one: EngineFacts, other: EngineFacts) -> EngineFacts:
+    worst = max(one, other, key=lambda each: _STATES.index(each.state))
     return one._replace(
-        state=max(one.state, other.state, key=_STATES.index),
+        state=worst.state,
+        reason=worst.reason,
+        since=worst.since,
         breaker=max(one.breaker, other.breaker, key=_BREAKERS.index),
         in_flight=one.in_flight + other.in_flight,
         tokens=one.tokens + other.tokens,
@@ -100,7 +136,15 @@ def _merged(one: EngineFacts, other: EngineFacts) -> EngineFacts:
         gaps=one.gaps + other.gaps,
         gaps_s=one.gaps_s + other.gaps_s,
         cache_usage=one.cache_usage if one.cache_usage is not None else other.cache_usage,
+        transferred=_latest(one.transferred, other.transferred),
+        loaded=_latest(one.loaded, other.loaded),
+        saved=_latest(one.saved, other.saved),
     )
+
+
+def _latest(one: float | None, other: float | None) -> float | None:
+    """Returns the later of two readings of one counter of an engine, which every worker reads."""
+    return one if other is None or (one is not None and one > other) else other
 
 
 def engine_row(engine: EngineFacts, totals: EngineTotals, then: EngineTotals | None, elapsed_s: float) -> EngineRow:
@@ -112,18 +156,15 @@ def engine_row(engine: EngineFacts, totals: EngineTotals, then: EngineTotals | N
         then: its totals at an earlier look; None without one.
         elapsed_s: the seconds since then.
     """
-    legs = prompt = answer = None
-    recent = totals
-    if then is not None and elapsed_s > 0 and all(now >= earlier for now, earlier in zip(totals, then, strict=True)):
-        new = _Delta(*(now - earlier for now, earlier in zip(totals, then, strict=True)))
-        legs, prompt, answer = (rounded(each / elapsed_s) for each in (new.legs, new.prompt, new.answer))
-        recent = (
-            totals[0],
-            *((new.prompt, new.cached) if new.prompt else totals[1:3]),
-            totals[3],
-            *((new.gaps, new.gaps_s) if new.gaps else totals[4:]),
-        )
-    _, prompts, cached, _, gaps, gaps_s = recent
+    new = totals.since(then) if elapsed_s > 0 else None
+    of_prompts = new if new is not None and new.prompt else totals
+    of_gaps = new if new is not None and new.gaps else totals
+
+    def per_s(value: float | None) -> float | None:
+        return None if new is None or value is None else rounded(value / elapsed_s)
+
+    moved = _UNKNOWN if new is None else new.moved
+
     usage, is_estimate = engine.cache_usage, False
     if usage is None and engine.cache_capacity:
         usage, is_estimate = min(1.0, (engine.cache_blocks or 0) / engine.cache_capacity), True
@@ -141,23 +182,19 @@ def engine_row(engine: EngineFacts, totals: EngineTotals, then: EngineTotals | N
         engine.leases,
         round(1000 * engine.wait_s, 1),
         engine.legs,
-        legs,
-        prompt,
-        answer,
-        round(1000 * gaps_s / gaps, 2) if gaps else None,
-        round(min(1.0, cached / prompts), 4) if prompts else None,
+        per_s(None if new is None else new.legs),
+        per_s(None if new is None else new.prompt),
+        per_s(None if new is None else new.answer),
+        round(1000 * of_gaps.gaps_s / of_gaps.gaps, 2) if of_gaps.gaps else None,
+        round(min(1.0, of_prompts.cached / of_prompts.prompt), 4) if of_prompts.prompt else None,
         None if usage is None else round(usage, 4),
         is_estimate,
+        per_s(moved.transferred),
+        per_s(moved.loaded),
+        per_s(moved.saved),
+        engine.reason,
+        engine.since,
     )
-
-
-class _Delta(NamedTuple):
-    legs: float
-    prompt: float
-    cached: float
-    answer: float
-    gaps: float
-    gaps_s: float
 
 
 def rounded(value: float) -> float:

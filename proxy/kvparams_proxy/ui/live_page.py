@@ -60,7 +60,7 @@ def _open_feed(sources: WorkerSources, depths: QueueDepthReader, worker: WorkerL
     loop = sources.resources.loop
 
     def own_part() -> WorkerPart:
-        depths.cache_usage_until_s = loop.time() + _LOOKED_AT_S
+        depths.shown_until_s = loop.time() + _LOOKED_AT_S
         return collect_part(sources)
 
     async def collect_own() -> _Parts:

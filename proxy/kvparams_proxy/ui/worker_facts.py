@@ -9,6 +9,7 @@ from time import perf_counter, time
 from typing import TYPE_CHECKING, Final
 
 from kvparams.instances import Instance, Role
+from kvparams.routing.queue_depth import MovedBytes
 from kvparams_proxy.config.mode_parsing import mode_document
 from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.execution.active_modes import ActiveModes
@@ -34,6 +35,7 @@ _RECENT: Final = 16
 _FAILED: Final = 16
 _LOOKED_AT: Final = 4096
 """Running requests among which the oldest are looked for."""
+_SAYS_NOTHING: Final = MovedBytes(None, None, None)
 _SPARSE: Final = ("kvparams_proxy_leg_failures_total", "kvparams_proxy_handoffs_refused_total")
 """Counters whose series are left out until they have counted something."""
 
@@ -99,10 +101,12 @@ def _engines(
 ) -> list[EngineFacts]:
     metrics, prefixes = resources.metrics, resources.prefix_cache
     leases = leases_by_instance(metrics, resources.kv_releaser)
+    epoch_s = time() - resources.loop.time()
     found: list[EngineFacts] = []
     for member in members:
         instance = member.instance
         totals = metrics.instance_totals(instance.id, 0)
+        cause = resources.fleet.cause_of(member)
         held = capacity = None
         if prefixes is not None and instance.role is not Role.DECODE:
             held, capacity = prefixes.feed.held_blocks(instance), prefixes.feed.capacity(instance)
@@ -130,6 +134,9 @@ def _engines(
                 member.cache_usage,
                 held,
                 capacity,
+                *(member.moved_bytes or _SAYS_NOTHING),
+                "" if cause is None else cause.why,
+                0.0 if cause is None else round(epoch_s + cause.since_s, 1),
             )
         )
     return found

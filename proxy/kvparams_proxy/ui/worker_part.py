@@ -49,6 +49,14 @@ class EngineFacts(NamedTuple):
     cache_blocks: int | None
     """The blocks that it is believed to have; None where nobody looks at caches."""
     cache_capacity: int | None
+    transferred: float | None
+    """KV bytes between engines, as the engine says: see `kvparams.routing.queue_depth.MovedBytes`."""
+    loaded: float | None
+    saved: float | None
+    reason: str
+    """The evidence for its state, in the words of the log; empty where the state is the first one."""
+    since: float
+    """When it came into this state, since 1970; 0 if it is unknown."""
 
 
 class StoreFacts(NamedTuple):

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usage, parse_queue_depth
+from kvparams.routing.queue_depth import (
+    MovedBytes,
+    QueueDepthError,
+    parse_cache_usage,
+    parse_moved_bytes,
+    parse_queue_depth,
+)
 
 VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -124,3 +130,51 @@ def test_hostile_texts_take_no_longer_than_an_event_loop_can_bear(text: bytes) -
 )
 def test_the_share_of_the_kv_cache_that_is_used(text: bytes, share: float | None) -> None:
     assert parse_cache_usage(text) == share
+
+
+@pytest.mark.parametrize(
+    ("text", "moved"),
+    [
+        (b'vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 1024.0\n', (1024.0, None, None)),
+        (b'\nvllm:nixl_bytes_transferred_sum{a="0"} 1\nvllm:nixl_bytes_transferred_sum{a="1"} 2', (3, None, None)),
+        (b'sglang:kv_transfer_total_mb_sum{tp_rank="0"} 1.5 1700000000\n', (1.5 * (1 << 20), None, None)),
+        (b"vllm:kvparams_bytes_loaded_total 7\nvllm:kvparams_bytes_saved_total 0\n", (None, 7, 0)),
+        (b"reference_engine:kv_bytes_loaded_total 1e+06\n", (None, 1e6, None)),
+        (b"", None),
+        (b"# vllm:nixl_bytes_transferred_sum 3\nvllm:nixl_bytes_transferred_sum_x 3\n", None),
+        (b"vllm:nixl_bytes_transferred_sum -1\nvllm:kvparams_bytes_loaded_total nan\n", None),
+        (b"vllm:nixl_bytes_transferred_sum 1e300\nvllm:kvparams_bytes_loaded_total inf\n", None),
+        (b"vllm:nixl_bytes_transferred_sum{" + b"x" * 5000 + b"} 0.5\n", None),
+        (b"vllm:nixl_bytes_transferred_sum{} " + b"1" * 5000 + b"\n", None),
+    ],
+)
+def test_the_kv_bytes_that_an_engine_has_moved(text: bytes, moved: tuple[float | None, ...] | None) -> None:
+    assert parse_moved_bytes(text) == moved
+
+
+NAMES = (b"vllm:nixl_bytes_transferred_sum", b"reference_engine:kv_bytes_saved_total")
+
+
+@given(st.binary(max_size=300), st.sampled_from(NAMES))
+def test_any_bytes_have_moved_bytes_or_none(text: bytes, name: bytes) -> None:
+    moved = parse_moved_bytes(b"\n" + name + text)
+    assert moved is None or all(each is None or 0 <= each <= 1e18 for each in moved)
+
+
+@given(st.lists(st.integers(0, 1 << 40), max_size=20))
+def test_the_samples_of_all_ranks_are_added_up(values: list[int]) -> None:
+    lines = [b'vllm:kvparams_bytes_loaded_total{engine="%d"} %d\n' % pair for pair in enumerate(values)]
+    assert parse_moved_bytes(b"".join(lines)) == (MovedBytes(None, sum(values), None) if values else None)
+
+
+@pytest.mark.parametrize("name", [*NAMES, b"vllm:kv_cache_usage_perc"])
+@pytest.mark.parametrize("rest", [b"", b" 1", b"{" + b"}" * 4000 + b" 1\n", b"{" + b"}" * 1000 + b"\n", b"\n\n"])
+def test_hostile_samples_take_no_longer_than_an_event_loop_can_bear(name: bytes, rest: bytes) -> None:
+    text = (name + rest) * ((1 << 20) // len(name + rest))
+    shortest = 1.0
+    for _ in range(3):
+        began = time.process_time()
+        parse_cache_usage(text)
+        parse_moved_bytes(text)
+        shortest = min(shortest, time.process_time() - began)
+    assert shortest < 0.02

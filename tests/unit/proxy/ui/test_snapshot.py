@@ -17,6 +17,7 @@ def engine(id: str = "d0", **changes: Any) -> EngineFacts:
     facts = EngineFacts(
         *(id, id, "decode", "east", "nixl", "", "ready", "closed", 1, 10, 0, 0, 0.0, 5, 100, 50, 20, 10, 0.5),
         *(None, None, None),
+        *(None, None, None, "it answers probes", 0.0),
     )
     return facts._replace(**changes)
 
@@ -234,3 +235,48 @@ def test_quantiles_are_those_of_prometheus() -> None:
     assert quantile(family, 0.5, {}) is None
     above = {f'{family}_bucket{{le="0.1"}}': 0.0, f'{family}_bucket{{le="+Inf"}}': 4.0}
     assert quantile(family, 0.5, above) == 0.1
+
+
+def test_bytes_of_engines_are_rates_and_none_where_the_engine_does_not_say() -> None:
+    builder = SnapshotBuilder("1")
+    builder.build([part(engines=[engine(transferred=100.0, loaded=5.0)])], 100.0, 1e9)
+    found = builder.build([part(engines=[engine(transferred=1100.0, loaded=4.0)])], 102.0, 1e9)
+    (row,) = found["engines"]
+    assert (row.transfer_bytes_per_s, row.load_bytes_per_s, row.save_bytes_per_s) == (500.0, None, None)
+    assert row.legs_per_s == 0.0  # an engine that has restarted costs only the rate of its own counter
+
+
+def test_two_workers_that_read_the_same_counter_do_not_count_it_twice() -> None:
+    builder = SnapshotBuilder("1")
+    for at_s, one, other in ((100.0, 100.0, 90.0), (101.0, 150.0, 180.0)):
+        both = [part(1, engines=[engine(transferred=one)]), part(2, engines=[engine(transferred=other)])]
+        (row,) = builder.build(both, at_s, 1e9)["engines"]
+    assert row.transfer_bytes_per_s == 80.0
+
+
+def test_bytes_are_divided_among_the_ways_to_a_group() -> None:
+    ways = [["east", "east", 3, 300], ["west", "east", 1, 100], ["west", "west", 1, 50]]
+    builder = SnapshotBuilder("1")
+    for at_s, moved in ((100.0, 0.0), (110.0, 4000.0)):
+        engines = [
+            engine("d0", transferred=moved),
+            engine("d1", group="west"),
+            engine("p1", role="prefill", group="west", transferred=moved / 4),
+        ]
+        found = builder.build([part(engines=engines, flows=ways)], at_s, 1e9)
+    rates = {(way["from"], way["to"]): way["bytes_per_s"] for way in found["flows"]}
+    pushed = 100.0 / 3
+    assert rates == {
+        ("east", "east"): 300.0,
+        ("west", "east"): pytest.approx(100.0 + 2 * pushed, abs=0.01),
+        ("west", "west"): pytest.approx(pushed, abs=0.01),
+    }
+    unknown = build(part(flows=ways))["flows"]
+    assert {way["bytes_per_s"] for way in unknown} == {None}
+
+
+def test_the_reason_is_that_of_the_worst_state() -> None:
+    bad = engine(state="not_ready", reason="no connection to the engine (refused)", since=7.0)
+    for parts in ((part(1), part(2, engines=[bad])), (part(1, engines=[bad]), part(2))):
+        (row,) = build(*parts)["engines"]
+        assert (row.reason, row.since) == (bad.reason, 7.0)
