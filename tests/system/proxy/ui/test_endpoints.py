@@ -75,7 +75,7 @@ async def open_stream(stack: AsyncExitStack, running: Any, token: str = VIEWER) 
 # who gets what
 
 
-@pytest.mark.parametrize("path", ["/ui", "/ui/", "/ui/state", "/ui/events", "/ui/app.js"])
+@pytest.mark.parametrize("path", ["/", "/ui", "/ui/", "/ui/state", "/ui/events", "/ui/app.js"])
 async def test_without_a_token_there_is_no_page(stubbed: Any, path: str) -> None:
     assert (await stubbed.client.get(path)).status_code == 404
     assert "--viewer-token-file" in (await stubbed.client.get("/ui")).json()["error"]["message"]
@@ -142,9 +142,10 @@ async def test_every_file_is_served_with_a_strict_policy(shown: StartStubbed) ->
         assert "unsafe" not in got.headers["content-security-policy"]
         assert got.headers["x-content-type-options"] == "nosniff"
         assert got.headers["referrer-policy"] == "no-referrer"
-    redirect = await running.client.get("/ui/")
-    assert redirect.status_code == 307
-    assert redirect.headers["location"] == "../ui"
+    for path, place in (("/ui/", "../ui"), ("/", "ui")):
+        redirect = await running.client.get(path)
+        assert redirect.status_code == 307
+        assert redirect.headers["location"] == place
 
 
 @pytest.mark.parametrize(
