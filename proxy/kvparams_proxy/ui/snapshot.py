@@ -5,7 +5,7 @@ the last seconds that somebody looked, and None until there are two looks.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypedDict, cast
 
 from kvparams_proxy.ui.advice import advice_for
@@ -89,8 +89,10 @@ class SnapshotBuilder:
         self._version = version
         self._looks: deque[_Look] = deque()
 
-    def build(self, parts: Sequence[Mapping[str, object]], now_s: float, epoch_s: float) -> Snapshot:
-        """Builds the snapshot of this moment.
+    def build(
+        self, parts: Sequence[Mapping[str, object]], now_s: float, epoch_s: float
+    ) -> Generator[None, None, Snapshot]:
+        """Builds the snapshot of this moment. Yields after every few milliseconds.
 
         Args:
             parts: the `WorkerPart` of each worker, the one that answers first, and counts of exited workers.
@@ -104,13 +106,14 @@ class SnapshotBuilder:
                 ended[key] = ended.get(key, 0.0) + value
         first = workers[0]
         counters = _summed((part["counters"] for part in workers), ended)
-        facts = merge_engines(workers, ended)
+        facts = yield from merge_engines(workers, ended)
         totals = {id: totals_of(each) for id, each in facts.items()}
         before = self._look(now_s, counters, totals)
         elapsed_s = 0.0 if before is None else now_s - before.at_s
         then: Mapping[str, EngineTotals] = {} if before is None else before.engines
         rates = _rates(before, elapsed_s, counters)
         engines = [engine_row(each, totals[id], then.get(id), elapsed_s) for id, each in facts.items()]
+        yield
         return Snapshot(
             format=1,
             version=self._version,

@@ -1,6 +1,6 @@
 """Tests that a snapshot adds up what workers know, and that its rates are those of what came in between."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -71,8 +71,24 @@ def part(worker: int = 0, **changes: Any) -> dict[str, object]:
     return {**whole, **changes}
 
 
+class Builder:
+    """Builds at once what `SnapshotBuilder` builds in steps."""
+
+    def __init__(self) -> None:
+        self.builder = SnapshotBuilder("1")
+        self.forget = self.builder.forget
+
+    def build(self, parts: Sequence[Mapping[str, object]], now_s: float, epoch_s: float) -> Snapshot:
+        steps = self.builder.build(parts, now_s, epoch_s)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+
+
 def build(*parts: Mapping[str, object]) -> Snapshot:
-    return SnapshotBuilder("1").build(parts, 100.0, 1e9)
+    return Builder().build(parts, 100.0, 1e9)
 
 
 def test_counts_of_workers_are_added_and_those_of_exited_workers_too() -> None:
@@ -90,7 +106,7 @@ def test_counts_of_workers_are_added_and_those_of_exited_workers_too() -> None:
 
 def test_no_rate_is_negative_after_a_worker_was_replaced() -> None:
     legs = 'kvparams_proxy_legs_total{instance="d0",role="decode"}'
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     builder.build([part(1), part(2)], 100.0, 1e9)
     found = builder.build([part(1), {ENDED_WORKERS: {legs: 5.0}}], 105.0, 1e9)
     (row,) = found["engines"]
@@ -105,7 +121,7 @@ def test_the_worst_state_that_a_worker_sees_is_shown() -> None:
 
 
 def test_rates_are_none_at_first_and_then_those_of_what_came_in_between() -> None:
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     first = builder.build([part()], 100.0, 1e9)
     assert first["rates"] == {OK: None}
     assert first["engines"][0].legs_per_s is None
@@ -119,7 +135,7 @@ def test_rates_are_none_at_first_and_then_those_of_what_came_in_between() -> Non
 
 
 def test_a_counter_that_went_back_has_no_rate() -> None:
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     builder.build([part()], 100.0, 1e9)
     found = builder.build([part(counters={OK: 3.0}, engines=[engine(legs=1)])], 101.0, 1e9)
     assert found["rates"] == {OK: None}
@@ -127,7 +143,7 @@ def test_a_counter_that_went_back_has_no_rate() -> None:
 
 
 def test_rates_look_back_some_seconds_and_not_further() -> None:
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     counts = [1000.0 if second < 30 else 1000.0 + second for second in range(60)]
     found = [builder.build([part(counters={OK: count})], float(n), 1e9) for n, count in enumerate(counts)]
     assert found[-1]["rates"][OK] == pytest.approx(1.0)
@@ -164,7 +180,7 @@ def test_a_store_is_as_well_as_what_was_found_there(expected: int, confirmed: in
 
 
 def test_flows_are_shares_of_the_rate_of_decode_legs() -> None:
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     flows = [["east", "west", 3, 300], ["east", "east", 1, 50]]
     assert builder.build([part(flows=flows)], 100.0, 1e9)["flows"][0]["per_s"] is None
     found = builder.build([part(flows=flows, engines=[engine(legs=13)])], 102.0, 1e9)
@@ -238,7 +254,7 @@ def test_quantiles_are_those_of_prometheus() -> None:
 
 
 def test_bytes_of_engines_are_rates_and_none_where_the_engine_does_not_say() -> None:
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     builder.build([part(engines=[engine(transferred=100.0, loaded=5.0)])], 100.0, 1e9)
     found = builder.build([part(engines=[engine(transferred=1100.0, loaded=4.0)])], 102.0, 1e9)
     (row,) = found["engines"]
@@ -247,7 +263,7 @@ def test_bytes_of_engines_are_rates_and_none_where_the_engine_does_not_say() -> 
 
 
 def test_two_workers_that_read_the_same_counter_do_not_count_it_twice() -> None:
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     for at_s, one, other in ((100.0, 100.0, 90.0), (101.0, 150.0, 180.0)):
         both = [part(1, engines=[engine(transferred=one)]), part(2, engines=[engine(transferred=other)])]
         (row,) = builder.build(both, at_s, 1e9)["engines"]
@@ -256,7 +272,7 @@ def test_two_workers_that_read_the_same_counter_do_not_count_it_twice() -> None:
 
 def test_bytes_are_divided_among_the_ways_to_a_group() -> None:
     ways = [["east", "east", 3, 300], ["west", "east", 1, 100], ["west", "west", 1, 50]]
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     for at_s, moved in ((100.0, 0.0), (110.0, 4000.0)):
         engines = [
             engine("d0", transferred=moved),
