@@ -20,13 +20,20 @@ from kvparams_proxy.ui.engine_rows import (
 )
 from kvparams_proxy.ui.flow_rows import flow_rows
 from kvparams_proxy.ui.public_names import former_engine_name
-from kvparams_proxy.ui.worker_part import ENDED_WORKERS, EngineFacts, RequestRow, StoreFacts, WorkerPart, is_shown
+from kvparams_proxy.ui.worker_part import (
+    ENDED_WORKERS,
+    MOST_REQUESTS,
+    EngineFacts,
+    RequestRow,
+    StoreFacts,
+    WorkerPart,
+    is_shown,
+)
 
 __all__ = ["ErrorRow", "Snapshot", "SnapshotBuilder", "hide_addresses"]
 
 _WINDOW_S: Final = 10.0
 """Rates are those of so many seconds."""
-_SHOWN: Final = {"running": 16, "recent": 16, "failed": 16, "slow": 16}
 _GOOD: Final = 0.75
 _BAD: Final = 0.5
 """Shares of the tokens expected from a store that were there: from the first one on it is well."""
@@ -252,7 +259,7 @@ def _requests(workers: Sequence[WorkerPart]) -> dict[str, list[RequestRow]]:
             rows.sort(key=lambda row: -row["started"] - row["total_ms"] / 1000)
         slow.sort(key=lambda row: -row["total_ms"])
     found = {"running": running, "recent": recent, "failed": failed, "slow": slow}
-    return {kind: rows[: _SHOWN[kind]] for kind, rows in found.items()}
+    return {kind: rows[:MOST_REQUESTS] for kind, rows in found.items()}
 
 
 def _decode_rate(engines: Iterable[EngineFacts], then: Mapping[str, EngineTotals], elapsed_s: float) -> float | None:

@@ -189,7 +189,8 @@ def _requests(snapshot: Mapping[str, Any], view: ViewState, rows: int) -> Table:
     table.add_column("ROUTE", no_wrap=True, overflow="ellipsis", ratio=1)
     requests = snapshot["requests"]
     worst = (*requests["failed"][: rows // 4], *requests["slow"][: rows // 3])
-    for row in (*worst, *requests["running"], *requests["recent"])[:rows]:
+    each_once = {(row["id"], row["started"]): row for row in (*worst, *requests["running"], *requests["recent"])}
+    for row in list(each_once.values())[:rows]:
         spent = _spent(row)
         route = " → ".join(printable(str(id)) for _, id in row["route"]) or printable(str(row["error"] or ""))
         cached = _NONE if row["cached_tokens"] is None else f"{row['cached_tokens']}/{row['prompt_tokens']}"

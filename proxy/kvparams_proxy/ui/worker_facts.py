@@ -23,16 +23,13 @@ from kvparams_proxy.telemetry.recent_requests import EndedRequest, RecentRequest
 from kvparams_proxy.ui.hot_prefixes import PromptBlocks, find_hot_prefixes
 from kvparams_proxy.ui.public_names import public_engine_name, store_name
 from kvparams_proxy.ui.request_rows import describe_ended, describe_running
-from kvparams_proxy.ui.worker_part import EngineFacts, RequestRow, StoreFacts, WorkerPart, is_shown
+from kvparams_proxy.ui.worker_part import MOST_REQUESTS, EngineFacts, RequestRow, StoreFacts, WorkerPart, is_shown
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
 
 __all__ = ["WorkerSources", "collect_part"]
 
-_RUNNING: Final = 16
-_RECENT: Final = 16
-_FAILED: Final = 16
 _LOOKED_AT: Final = 4096
 """Running requests among which the oldest are looked for."""
 _SAYS_NOTHING: Final = MovedBytes(None, None, None)
@@ -76,8 +73,8 @@ def collect_part(sources: WorkerSources) -> WorkerPart:
             "decoding": metrics.count_in_states("decode", "first_byte"),
         },
         running=_running(resources),
-        recent=[describe_ended(each) for each in recent[: -_RECENT - 1 : -1]],
-        failed=[describe_ended(each) for each in list(requests.failed)[: -_FAILED - 1 : -1]],
+        recent=[describe_ended(each) for each in recent[: -MOST_REQUESTS - 1 : -1]],
+        failed=[describe_ended(each) for each in list(requests.failed)[: -MOST_REQUESTS - 1 : -1]],
         slow=[describe_ended(each) for each in requests.slowest(time())],
         flows=_flows(recent),
         stores=_stores(members, recent),
@@ -156,7 +153,7 @@ def _counters(metrics: Metrics, prefixes: "PrefixCacheModel | None") -> dict[str
 
 def _running(resources: ExecutionResources) -> list[RequestRow]:
     some = islice(resources.running_executions, _LOOKED_AT)
-    oldest = nsmallest(_RUNNING, (each.record for each in some), key=lambda each: each.lifecycle.started_s)
+    oldest = nsmallest(MOST_REQUESTS, (each.record for each in some), key=lambda each: each.lifecycle.started_s)
     now_s, epoch_s = perf_counter(), time()
     return [describe_running(record, now_s, epoch_s) for record in oldest]
 

@@ -2,8 +2,19 @@
 
 from typing import Final, NamedTuple, TypedDict
 
-__all__ = ["ENDED_WORKERS", "DecisionRow", "EngineFacts", "RequestRow", "StoreFacts", "WorkerPart", "is_shown"]
+__all__ = [
+    "ENDED_WORKERS",
+    "MOST_REQUESTS",
+    "DecisionRow",
+    "EngineFacts",
+    "RequestRow",
+    "StoreFacts",
+    "WorkerPart",
+    "is_shown",
+]
 
+MOST_REQUESTS: Final = 16
+"""Requests of each kind in a part, and in a snapshot."""
 ENDED_WORKERS: Final = "ended"
 """The member of the supervisor's part: the counts of workers that have exited, by series, instead of a `WorkerPart`."""
 
