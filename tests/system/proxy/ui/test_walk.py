@@ -1,4 +1,4 @@
-"""Walks through `docs/operations.md` as a new operator does: every step by what is on the screen of `make serve`.
+"""Tests the walk in `docs/operations.md`: every step is done by what is on the screen of `make serve`.
 
 With `KVPARAMS_SCREENSHOTS=docs/images` the picture of README.md is made anew.
 """
