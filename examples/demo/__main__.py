@@ -25,7 +25,7 @@ from demo.conversations import Fleet, hold_conversations
 from demo.display import Display
 from demo.folder import own_folder
 from demo.light_traffic import drive_traffic
-from demo.processes import ProcessError, Processes
+from demo.processes import ProcessError, Processes, is_free
 from demo.stores import KINDS, start_store
 from demo.texts import MAX_TURNS
 from demo.vllm_demo import NIXL, run_controls, start_vllm_fleet
@@ -58,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     display = Display()
     try:
         vllm = arguments.engine == "vllm"
-        refusal = _refusal(cast("str", arguments.store), cast("int | None", arguments.port), vllm=vllm)
+        port = cast("int | None", arguments.port)
+        refusal = _refusal(cast("str", arguments.store), port, vllm=vllm)
+        if refusal is None and port is not None:
+            refusal = _taken_port(range(port, port + (6 if arguments.serve and not vllm else 1)))
         if refusal is not None:
             print(f"demo: {refusal}", file=sys.stderr)
             return 2
@@ -107,6 +110,12 @@ def _refusal(store: str, port: int | None, *, vllm: bool = False) -> str | None:
             "choose one that is, e.g. file:///dev/shm/kv?size=1GiB"
         )
     return None
+
+
+def _taken_port(ports: range) -> str | None:
+    """Why these ports cannot be used, in one line."""
+    taken = next((port for port in ports if port > 65_535 or not is_free(port)), None)
+    return None if taken is None else f"port {taken} is in use or is none; choose another one: PORT= or --port"
 
 
 def _size_bytes(url: StoreURL) -> int | None:
@@ -206,9 +215,15 @@ async def _serve(
     body = shlex.quote(json.dumps(_TRY))
     print(f"\n  curl -N {fleet.proxy.url}{_PATH} -H 'content-type: application/json' -d {body}\n")
     token = directory / _TOKEN
+    kvparams = Path(sys.executable).with_name("kvparams")
     print(f"  look at it: {fleet.proxy.url}/ui#token={token.read_text()}")
+    print(f"  terminal:   {kvparams} top {fleet.proxy.url} --token-file {token}")
     print(f"  metrics:    {fleet.proxy.url}/metrics")
-    print(f'  admin API:  curl -H "Authorization: Bearer $(cat {token})" {fleet.proxy.url}/admin\n')
+    print(f'  admin API:  curl -H "Authorization: Bearer $(cat {token})" {fleet.proxy.url}/admin')
+    print(f"  proxy log:  {fleet.proxy.log}")
+    broken = fleet.decode[-1]
+    print(f"  break it:   kill {broken.process.pid}  # {broken.name}")
+    print(f"  mend it:    {shlex.join(broken.command)}\n" if broken.command else "")
     display.step("Ctrl-C stops everything")
     if traffic_per_s > 0:
         display.step(f"light traffic: {traffic_per_s:g} requests per second (--traffic 0 turns it off)")

@@ -24,7 +24,16 @@ import httpx
 
 from demo.client import NO_CERTIFICATES
 
-__all__ = ["ChildProcess", "ProcessError", "Processes", "Server", "bound_to_parent", "free_port", "proxy_command"]
+__all__ = [
+    "ChildProcess",
+    "ProcessError",
+    "Processes",
+    "Server",
+    "bound_to_parent",
+    "free_port",
+    "is_free",
+    "proxy_command",
+]
 
 _STOP_S: Final = 10.0
 _POLL_S: Final = 0.05
@@ -89,6 +98,8 @@ class Server:
     url: str
     log: Path
     process: ChildProcess = field(repr=False)
+    command: tuple[str, ...] = ()
+    """Starts it; empty where it was started elsewhere."""
 
     def tail(self) -> str:
         """The end of what it wrote to stdout and stderr."""
@@ -110,6 +121,18 @@ def free_port() -> int:
                 continue
             if _first_to_ask(port):
                 return port
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on a port of the loopback interface now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: what was closed does not count
+        try:
+            probe.bind(("127.0.0.1", port))
+            probe.listen()
+        except OSError:
+            return False
+    return True
 
 
 def _first_to_ask(port: int) -> bool:
@@ -153,14 +176,17 @@ class Processes:
 
         On Linux the server ends with the calling thread, so call this from one that stays.
         """
-        command = bound_to_parent(*command)
         log = self.log_of(name, port)
         with log.open("wb") as output:
             # A session of its own: Ctrl-C reaches us alone, and we stop the servers in order.
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                bound_to_parent(*command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
-        return self.add(Server(name, f"http://127.0.0.1:{port}", log, process))
+        return self.add(Server(name, f"http://127.0.0.1:{port}", log, process, command))
 
     def log_of(self, name: str, port: int) -> Path:
         """Returns where the output of a server goes."""
@@ -222,9 +248,12 @@ class Processes:
             ProcessError: it has ended, or is not ready within `within_s` seconds.
         """
         deadline = time.monotonic() + within_s
-        while not ready():
-            if server.process.poll() is not None:
+        while True:
+            is_ready = ready()
+            if server.process.poll() is not None:  # whatever answers is another process
                 raise ProcessError(f"{server.name} ended with status {server.process.returncode}: {server.tail()}")
+            if is_ready:
+                return
             if time.monotonic() > deadline:
                 raise ProcessError(f"{server.name} was not ready in time: {server.tail()}")
             time.sleep(_POLL_S)

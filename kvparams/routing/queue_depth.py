@@ -1,13 +1,21 @@
-"""Reads an engine's load from its Prometheus metrics: the requests that it runs or queues, and how full its cache is.
+"""Reads an engine's load from its Prometheus metrics: requests, the use of its cache, and the KV bytes it moved.
 
 Only the lines that are wanted are parsed; the rest of the text is skipped by searching for their names.
 """
 
 import re
-from math import isfinite
-from typing import Final
+from collections.abc import Iterable, Iterator
+from math import inf, isfinite
+from typing import Final, NamedTuple
 
-__all__ = ["QueueDepthError", "parse_cache_usages", "parse_queue_depths"]
+__all__ = [
+    "MovedBytes",
+    "QueueDepthError",
+    "add_moved_bytes",
+    "parse_cache_usages",
+    "parse_moved_bytes",
+    "parse_queue_depths",
+]
 
 _NAMES: Final = (
     b"vllm:num_requests_running",
@@ -27,13 +35,35 @@ _PRIORITY: Final = re.compile(rb'(?:^|,)priority="[^"]')
 """SGLang repeats each total by priority."""
 _USAGE_NAMES: Final = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
 """The share of the KV cache that is used, from 0 to 1, in the same places; `gpu_cache_usage_perc` until vLLM 0.10."""
-_USAGE: Final = re.compile(rb"(?:\{([^\n]{0,2048})\})?[ \t]+([0-9.eE+-]{1,32})")
-"""Labels and value, behind the name."""
+_MOVED_NAMES: Final = (
+    ((b"vllm:nixl_bytes_transferred_sum", 1), (b"sglang:kv_transfer_total_mb_sum", 1 << 20)),
+    ((b"vllm:kvparams_bytes_loaded_total", 1), (b"reference_engine:kv_bytes_loaded_total", 1)),
+    ((b"vllm:kvparams_bytes_saved_total", 1), (b"reference_engine:kv_bytes_saved_total", 1)),
+)
+"""The names for each member of `MovedBytes`, with their units in bytes.
+
+vLLM 0.32 `kv_connector/v1/nixl/stats.py`: the side that moves the KV counts it, which is decode unless prefill pushes.
+SGLang 0.5.23 `srt/observability/metrics_collector.py`: prefill counts. The others are connectors of this project."""
 _MOST_SAMPLES: Final = 1024
 _LONGEST_LINE: Final = 4096
+_LONGEST_VALUE: Final = 64
+"""Of a line: its value and its time."""
 _MOST_BYTES: Final = 256 << 10
 """Of all samples together, whose labels are searched: some 10 ms."""
 _MOST_REQUESTS: Final = 1_000_000
+_MOST_MOVED: Final = 1e18
+"""Bytes: more are implausible."""
+
+
+class MovedBytes(NamedTuple):
+    """The KV bytes that an engine has moved since it started; None where it does not say."""
+
+    transferred: float | None
+    """Between engines."""
+    loaded: float | None
+    """From a store."""
+    saved: float | None
+    """To a store."""
 
 
 class QueueDepthError(ValueError):
@@ -93,23 +123,64 @@ def parse_cache_usages(text: bytes | bytearray) -> dict[str, float]:
     """Returns the share of the KV cache that is used, by data-parallel rank: see `parse_queue_depths`."""
     highest: dict[str, float] = {}
     for name in _USAGE_NAMES:
-        at = -1
-        for _ in range(_MOST_SAMPLES):
-            at = text.find(name, at + 1)
-            if at < 0:
-                break
-            sample = _USAGE.match(text, at + len(name))
-            if sample is None or (at and text[at - 1] != 0x0A):  # a comment, or another name
-                continue
-            try:
-                share = float(sample[2])
-            except ValueError:
-                continue
-            if 0.0 <= share <= 1.0:
-                named = _RANK.search(sample[1] or b"")
-                key = "" if named is None else named[1].decode("utf-8", "replace")
-                highest[key] = max(highest.get(key, share), share)
+        for rank, share in _samples(text, name):
+            if share <= 1.0:
+                highest[rank] = max(highest.get(rank, share), share)
     return highest
+
+
+def parse_moved_bytes(text: bytes | bytearray) -> dict[str, MovedBytes]:
+    """Returns the KV bytes that have been moved, by data-parallel rank: see `parse_queue_depths`."""
+    totals: dict[str, list[float | None]] = {}
+    for place, names in enumerate(_MOVED_NAMES):
+        for name, unit in names:
+            for rank, value in _samples(text, name):
+                found = totals.setdefault(rank, [None] * len(_MOVED_NAMES))
+                found[place] = (found[place] or 0.0) + unit * value
+    moved = {rank: MovedBytes._make(map(_plausible, found)) for rank, found in totals.items()}
+    return {rank: each for rank, each in moved.items() if any(value is not None for value in each)}
+
+
+def add_moved_bytes(all_moved: Iterable[MovedBytes]) -> MovedBytes:
+    """Returns what several ranks have moved together."""
+    found: list[float | None] = []
+    for each in zip(*all_moved, strict=True):
+        known = [value for value in each if value is not None]
+        found.append(_plausible(sum(known)) if known else None)
+    return MovedBytes._make(found)
+
+
+def _plausible(moved: float | None) -> float | None:
+    return None if moved is None or moved > _MOST_MOVED else moved
+
+
+def _samples(text: bytes | bytearray, name: bytes) -> Iterator[tuple[str, float]]:
+    """Yields rank and value of each sample of this name that is a number of 0 or more."""
+    end = nbytes = 0
+    for _ in range(_MOST_SAMPLES):
+        at = text.find(name, end)
+        if at < 0:
+            return
+        end = at + len(name)
+        line_end = text.find(b"\n", end, end + _LONGEST_LINE)
+        if line_end < 0 and len(text) - end <= _LONGEST_LINE:
+            line_end = len(text)
+        if line_end < 0 or (at and text[at - 1] != 0x0A):  # a longer line, a comment, or another name
+            continue
+        rest, end = bytes(text[end:line_end]), line_end
+        if rest[:1] not in (b"{", b" ", b"\t"):  # a longer name
+            continue
+        nbytes += len(rest)
+        if nbytes > _MOST_BYTES:
+            return
+        labels, _, said = rest[-_LONGEST_VALUE:].rpartition(b"}")
+        try:
+            value = float(said.split(maxsplit=1)[0])
+        except (IndexError, ValueError):
+            continue
+        if 0.0 <= value < inf:
+            rank = _RANK.search(rest, 1) if labels else None
+            yield "" if rank is None else rank[1].decode("utf-8", "replace"), value
 
 
 def _count(value: bytes) -> float:

@@ -72,6 +72,7 @@ ALLOWED: Final[dict[str, tuple[int, str]]] = {
     "system/simulation/wire.py": (1, VIRTUAL),
     "unit/proxy/discovery/test_random_histories.py": (1, VIRTUAL),
     "unit/proxy/ui/test_snapshot_feed.py": (9, VIRTUAL),
+    "unit/proxy/workers/test_part_coordinator.py": (1, VIRTUAL),
 }
 """How many sleeps a file has, and why. A sleep of 0 seconds is a turn of the event loop, and is not counted."""
 

@@ -28,8 +28,20 @@ Examples:
   kvparams top http://127.0.0.1:8100 --token-file token
   kvparams top http://127.0.0.1:8100 --token-file token --once --json
 
-The proxy must have a --viewer-token-file or an --admin-token-file; either token will do. Keys: q quits, tab shows
-requests or errors, s changes the order, r reverses it, p pauses.
+The proxy must have been started with --viewer-token-file or --admin-token-file; give either file here.
+
+Keys: q or Ctrl-C quits, tab shows engines, requests or errors, s and S change the order, r reverses it, p pauses.
+
+Columns of engines; rates are those of the last 10 seconds:
+
+  RUN     requests that run there
+  REQ/S   requests that ended there, each second
+  TOK/S   prompt tokens (prefill) or answer tokens (decode), each second
+  ITL     the mean time between two tokens of a stream
+  QUEUE   the time until a new prompt would begin to be computed
+  CACHE   the share of the KV cache that is used; ~ if the proxy estimates it
+  HITS    the share of prompt tokens that were found in a cache
+  ENDED   requests that ended there since the proxy started
 """
 _PATH: Final = "/ui/state"
 _FORMAT: Final = 1
@@ -52,12 +64,18 @@ class TopCommand:
         parser.add_argument(
             "--token-file", required=True, metavar="FILE", help="the file with the viewer token or the admin token"
         )
-        parser.add_argument("--sort", choices=_SORTS, default="state", help="the order of engines (default: state)")
         parser.add_argument(
-            "--interval", type=_interval, default=1.0, metavar="SECONDS", help="seconds between two looks (default: 1)"
+            "--sort", choices=_SORTS, default="state", help="the order of engines (default: state, the worst first)"
+        )
+        parser.add_argument(
+            "--interval",
+            type=_interval,
+            default=1.0,
+            metavar="SECONDS",
+            help="seconds between two looks, at least 1 (the default)",
         )
         parser.add_argument("--once", action="store_true", help="print one look and exit; it takes a second")
-        parser.add_argument("--json", action="store_true", help="print the proxy's answer as JSON, with --once")
+        parser.add_argument("--json", action="store_true", help="with --once: print all that the proxy knows as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Looks once, or until q or Ctrl-C."""

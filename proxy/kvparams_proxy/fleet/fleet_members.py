@@ -20,7 +20,7 @@ from kvparams_proxy.fleet.failure_attribution import FailureAttributor
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.retired_instances import RetiredInstances
 from kvparams_proxy.fleet.slow_start import CallLater
-from kvparams_proxy.fleet.state_log import ChangeCause, EngineStateLog, Evidence
+from kvparams_proxy.fleet.state_log import ChangeCause, EngineStateLog, Evidence, StateCause
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
@@ -130,6 +130,10 @@ class FleetMembers:
         for dispatcher in self._roles.values():
             dispatcher.trial_began = self._trial_began
             dispatcher.changed()
+
+    def cause_of(self, member: Member) -> StateCause | None:
+        """See `EngineStateLog.cause_of`."""
+        return self._states.cause_of(member)
 
     @property
     def members(self) -> Iterable[Member]:

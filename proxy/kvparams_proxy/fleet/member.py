@@ -10,6 +10,7 @@ from kvparams.engine_backlog import EngineBacklog
 from kvparams.instances import Instance, RequestFacts
 from kvparams.routing.adapter_slots import AdapterSlots
 from kvparams.routing.breaker import Breaker, BreakerState
+from kvparams.routing.queue_depth import MovedBytes
 
 __all__ = ["Member", "MemberState"]
 
@@ -49,6 +50,7 @@ class Member:
         "in_flight",
         "instance",
         "models",
+        "moved_bytes",
         "ready",
         "tokens",
         "trial",
@@ -87,6 +89,8 @@ class Member:
         """What it still has to do and how fast it is."""
         self.cache_usage: float | None = None
         """The share of its KV cache that is used, as it said last; None where nobody asks, or it does not say."""
+        self.moved_bytes: MovedBytes | None = None
+        """The KV bytes that it has moved; None likewise."""
         self.draining = False
         self.has_left = False
         self.breaker = breaker

@@ -19,7 +19,13 @@ from prometheus_client.registry import Collector
 from kvparams.instances import Role, ranks_key
 from kvparams.routing.adapter_metrics import parse_adapter_metrics
 from kvparams.routing.foreign_load import ForeignLoad, MeanLeg
-from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usages, parse_queue_depths
+from kvparams.routing.queue_depth import (
+    QueueDepthError,
+    add_moved_bytes,
+    parse_cache_usages,
+    parse_moved_bytes,
+    parse_queue_depths,
+)
 from kvparams_proxy.event_loop.clock import Clock, ClockTimer
 from kvparams_proxy.fleet.adapter_loads import correct_slots
 from kvparams_proxy.fleet.fleet import Fleet
@@ -69,8 +75,9 @@ class QueueDepthReader:
         self.mean_legs: Final = {role: MeanLeg() for role in Role}
         self.results: Final = Counter[str]()
         """Counts readings by result: `read`, `failed`, `refused`."""
-        self.cache_usage_until_s = 0.0
-        """Until when `Member.cache_usage` is wanted, on the clock of `loop`: while somebody looks at it."""
+        self.shown_until_s = 0.0
+        """Until when `Member.cache_usage` and `Member.moved_bytes` are wanted, on the clock of `loop`: while somebody
+        looks at them."""
         self._random = random or Random()
         self._shared_until = 0.0
         self._readers: dict[Member, _PageReader] = {}
@@ -183,10 +190,11 @@ class _PageReader:
     def _read(self, raw: bytes) -> None:
         owner = self._owner
         self._absent = True
-        if owner.loop.time() < owner.cache_usage_until_s:
-            usages = parse_cache_usages(raw)
+        if owner.loop.time() < owner.shown_until_s:
+            usages, moved = parse_cache_usages(raw), parse_moved_bytes(raw)
             for member in self._ranks:
                 member.cache_usage = _of_rank(member, usages, max)
+                member.moved_bytes = _of_rank(member, moved, add_moved_bytes)
         if any(member.adapter_slots is not None for member in self._ranks):
             self._correct_slots(raw)
         try:
@@ -201,6 +209,8 @@ class _PageReader:
                 self._absent = False
                 load.record(depth)
         owner.results["read"] += not self._absent
+        # An engine that counts bytes and tells no queue is read as often: the live page shows rates.
+        self._absent = self._absent and not parse_moved_bytes(raw)
 
     def _correct_slots(self, raw: bytes) -> None:
         said = parse_adapter_metrics(raw)

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from kvparams.instances import Instance
 from kvparams_proxy.fleet.member import Member, MemberState
 
-__all__ = ["ChangeCause", "EngineStateLog", "Evidence", "StateLog"]
+__all__ = ["ChangeCause", "EngineStateLog", "Evidence", "StateCause", "StateLog"]
 
 _log: Final = logging.getLogger(__name__)
 _WINDOW_S: Final = 60.0
@@ -58,6 +58,14 @@ class ChangeCause(NamedTuple):
 
     evidence: Evidence
     why: str = ""
+
+
+class StateCause(NamedTuple):
+    """The reason for the present state of an engine."""
+
+    why: str
+    since_s: float
+    """When it came into this state, on the clock of the log."""
 
 
 class _SubjectState:
@@ -136,6 +144,12 @@ class EngineStateLog:
     def __init__(self, now: Callable[[], float]) -> None:
         """`now` is a clock, in seconds."""
         self._log = StateLog(now)
+        self._now = now
+        self._causes: dict[Member, StateCause] = {}
+
+    def cause_of(self, member: Member) -> StateCause | None:
+        """Returns the reason for the present state of a member; None if it was never observed."""
+        return self._causes.get(member)
 
     def joined(self, member: Member, cause: ChangeCause) -> None:
         """Logs a member that has joined the fleet and was not probed yet."""
@@ -165,12 +179,15 @@ class EngineStateLog:
             about = about if state is MemberState.DRAINING else "", words
         elif state is MemberState.LEFT:
             about = ""
+        if (state, about) != self._log.last_state(member):
+            self._causes[member] = StateCause(cause.why, self._now())
         good = state not in _BAD
         line = _line(member, words if good else f"{words} ({cause.evidence})", cause.why)
         facts = _facts("engine_state", member, cause)
         self._log.log_change(member, (state, about), line, good=good, facts=facts)
         if state is MemberState.LEFT and not member.own_in_flight:
             self._log.forget(member)
+            self._causes.pop(member, None)
 
     def log_pair(self, prefill: Instance, decode: Instance, apart_s: float | None, why: str = "") -> None:
         """Logs that a prefill and a decode instance are set apart for so long, or (None) work together again."""

@@ -1,8 +1,9 @@
 """Describes the engines of a snapshot: what all workers know of each, and rates since an earlier look."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from kvparams.routing.queue_depth import MovedBytes
 from kvparams_proxy.ui.worker_part import EngineFacts, WorkerPart
 
 __all__ = ["COLUMNS", "EngineRow", "EngineTotals", "engine_row", "merge_engines", "rounded", "totals_of"]
@@ -10,6 +11,8 @@ __all__ = ["COLUMNS", "EngineRow", "EngineTotals", "engine_row", "merge_engines"
 _STATES: Final = ("ready", "draining", "not_ready", "broken")
 """From the best to the worst: the worst that a worker sees is shown."""
 _BREAKERS: Final = ("closed", "half_open", "open")
+_ENGINES_A_STEP: Final = 100
+_UNKNOWN: Final = MovedBytes(None, None, None)
 
 
 class EngineRow(NamedTuple):
@@ -45,38 +48,79 @@ class EngineRow(NamedTuple):
     """The share of its KV cache that is used, from 0 to 1."""
     cache_is_estimate: bool
     """Whether this is an estimate of the proxy. Otherwise the engine says it."""
+    transfer_bytes_per_s: float | None
+    """KV that it fetches from other engines or sends to them, as it counts itself; None if it does not say."""
+    load_bytes_per_s: float | None
+    """KV that it loads from a store; None likewise."""
+    save_bytes_per_s: float | None
+    """KV that it saves to a store; None likewise."""
+    reason: str
+    """Why it is in its state, in the words of the log."""
+    since: float
+    """When it came into this state, since 1970; 0 if it is unknown."""
 
 
 COLUMNS: Final = EngineRow._fields
 """The names of the values of an engine."""
 
 
-EngineTotals = tuple[int, int, int, int, int, float]
-"""Of an engine: legs, prompt tokens, cached tokens, answer tokens, gaps and their seconds."""
+class EngineTotals(NamedTuple):
+    """The counts of an engine at one look."""
+
+    legs: float
+    prompt: float
+    cached: float
+    answer: float
+    gaps: float
+    gaps_s: float
+    moved: MovedBytes
+    """As the engine says."""
+
+    def since(self, then: "EngineTotals | None") -> "EngineTotals | None":
+        """Returns what is new; None without an earlier look, or if a count has gone back."""
+        if then is None or any(now < earlier for now, earlier in zip(self[:6], then[:6], strict=True)):
+            return None
+        moved = MovedBytes._make(
+            None if now is None or before is None or now < before else now - before
+            for now, before in zip(self.moved, then.moved, strict=True)
+        )
+        counts = (now - earlier for now, earlier in zip(self[:6], then[:6], strict=True))
+        return EngineTotals._make((*counts, moved))
 
 
 def totals_of(engine: EngineFacts) -> EngineTotals:
     """Returns the totals of an engine."""
-    return (
+    return EngineTotals(
         engine.legs,
         engine.prompt_tokens,
         engine.cached_tokens,
         engine.answer_tokens,
         engine.gaps,
         engine.gaps_s,
+        MovedBytes(engine.transferred, engine.loaded, engine.saved),
     )
 
 
-def merge_engines(workers: Sequence[WorkerPart], ended: Mapping[str, float]) -> dict[str, EngineFacts]:
-    """Merges what all workers know of each engine, in the order of the first one."""
-    found: dict[str, EngineFacts] = {}
+def merge_engines(
+    workers: Sequence[WorkerPart], ended: Mapping[str, float]
+) -> Generator[None, None, dict[str, EngineFacts]]:
+    """Merges what all workers know of each engine, in the order of the first one. Yields after every few milliseconds.
+
+    16 workers that know 500 engines take some 20 ms.
+    """
+    known: dict[str, list[EngineFacts]] = {}
     for part in workers:
         for values in part["engines"]:
             # Those of other workers were JSON, which makes lists of them.
             is_made = isinstance(values, EngineFacts)  # pyright: ignore[reportUnnecessaryIsInstance]
             facts = values if is_made else EngineFacts._make(values)
-            before = found.get(facts.id)
-            found[facts.id] = facts if before is None else _merged(before, facts)
+            known.setdefault(facts.id, []).append(facts)
+        yield
+    found: dict[str, EngineFacts] = {}
+    for number, (id, several) in enumerate(known.items(), 1):
+        found[id] = several[0] if len(several) == 1 else _merged(several)
+        if len(several) > 1 and not number % _ENGINES_A_STEP:
+            yield
     if ended:
         for id, facts in found.items():
             legs = ended.get(f'kvparams_proxy_legs_total{{instance="{id}",role="{facts.role}"}}', 0.0)
@@ -84,23 +128,32 @@ def merge_engines(workers: Sequence[WorkerPart], ended: Mapping[str, float]) -> 
     return found
 
 
-def _merged(one: EngineFacts, other: EngineFacts) -> EngineFacts:
-    return one._replace(
-        state=max(one.state, other.state, key=_STATES.index),
-        breaker=max(one.breaker, other.breaker, key=_BREAKERS.index),
-        in_flight=one.in_flight + other.in_flight,
-        tokens=one.tokens + other.tokens,
-        foreign=max(one.foreign, other.foreign),
-        leases=one.leases + other.leases,
-        wait_s=max(one.wait_s, other.wait_s),
-        legs=one.legs + other.legs,
-        prompt_tokens=one.prompt_tokens + other.prompt_tokens,
-        cached_tokens=one.cached_tokens + other.cached_tokens,
-        answer_tokens=one.answer_tokens + other.answer_tokens,
-        gaps=one.gaps + other.gaps,
-        gaps_s=one.gaps_s + other.gaps_s,
-        cache_usage=one.cache_usage if one.cache_usage is not None else other.cache_usage,
+def _merged(several: Sequence[EngineFacts]) -> EngineFacts:
+    """Merges what several workers know of one engine, all at once: with 16 workers and 500 engines, time matters."""
+    worst = max(several, key=lambda each: _STATES.index(each.state))
+    return worst._replace(
+        breaker=max((each.breaker for each in several), key=_BREAKERS.index),
+        in_flight=sum([each.in_flight for each in several]),
+        tokens=sum([each.tokens for each in several]),
+        foreign=max([each.foreign for each in several]),
+        leases=sum([each.leases for each in several]),
+        wait_s=max([each.wait_s for each in several]),
+        legs=sum([each.legs for each in several]),
+        prompt_tokens=sum([each.prompt_tokens for each in several]),
+        cached_tokens=sum([each.cached_tokens for each in several]),
+        answer_tokens=sum([each.answer_tokens for each in several]),
+        gaps=sum([each.gaps for each in several]),
+        gaps_s=sum([each.gaps_s for each in several]),
+        cache_usage=next((each.cache_usage for each in several if each.cache_usage is not None), None),
+        transferred=_latest([each.transferred for each in several]),
+        loaded=_latest([each.loaded for each in several]),
+        saved=_latest([each.saved for each in several]),
     )
+
+
+def _latest(readings: Iterable[float | None]) -> float | None:
+    """Returns the latest reading of a counter of an engine, which every worker reads; None if nobody has one."""
+    return max((each for each in readings if each is not None), default=None)
 
 
 def engine_row(engine: EngineFacts, totals: EngineTotals, then: EngineTotals | None, elapsed_s: float) -> EngineRow:
@@ -112,18 +165,15 @@ def engine_row(engine: EngineFacts, totals: EngineTotals, then: EngineTotals | N
         then: its totals at an earlier look; None without one.
         elapsed_s: the seconds since then.
     """
-    legs = prompt = answer = None
-    recent = totals
-    if then is not None and elapsed_s > 0 and all(now >= earlier for now, earlier in zip(totals, then, strict=True)):
-        new = _Delta(*(now - earlier for now, earlier in zip(totals, then, strict=True)))
-        legs, prompt, answer = (rounded(each / elapsed_s) for each in (new.legs, new.prompt, new.answer))
-        recent = (
-            totals[0],
-            *((new.prompt, new.cached) if new.prompt else totals[1:3]),
-            totals[3],
-            *((new.gaps, new.gaps_s) if new.gaps else totals[4:]),
-        )
-    _, prompts, cached, _, gaps, gaps_s = recent
+    new = totals.since(then) if elapsed_s > 0 else None
+    of_prompts = new if new is not None and new.prompt else totals
+    of_gaps = new if new is not None and new.gaps else totals
+
+    def per_s(value: float | None) -> float | None:
+        return None if new is None or value is None else rounded(value / elapsed_s)
+
+    moved = _UNKNOWN if new is None else new.moved
+
     usage, is_estimate = engine.cache_usage, False
     if usage is None and engine.cache_capacity:
         usage, is_estimate = min(1.0, (engine.cache_blocks or 0) / engine.cache_capacity), True
@@ -141,23 +191,19 @@ def engine_row(engine: EngineFacts, totals: EngineTotals, then: EngineTotals | N
         engine.leases,
         round(1000 * engine.wait_s, 1),
         engine.legs,
-        legs,
-        prompt,
-        answer,
-        round(1000 * gaps_s / gaps, 2) if gaps else None,
-        round(min(1.0, cached / prompts), 4) if prompts else None,
+        per_s(None if new is None else new.legs),
+        per_s(None if new is None else new.prompt),
+        per_s(None if new is None else new.answer),
+        round(1000 * of_gaps.gaps_s / of_gaps.gaps, 2) if of_gaps.gaps else None,
+        round(min(1.0, of_prompts.cached / of_prompts.prompt), 4) if of_prompts.prompt else None,
         None if usage is None else round(usage, 4),
         is_estimate,
+        per_s(moved.transferred),
+        per_s(moved.loaded),
+        per_s(moved.saved),
+        engine.reason,
+        engine.since,
     )
-
-
-class _Delta(NamedTuple):
-    legs: float
-    prompt: float
-    cached: float
-    answer: float
-    gaps: float
-    gaps_s: float
 
 
 def rounded(value: float) -> float:

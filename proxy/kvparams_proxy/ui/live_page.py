@@ -1,13 +1,12 @@
 """Puts the parts of the live page together in one process of the proxy."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from typing import Final, cast
 
 from kvparams.version import __version__
 from kvparams_proxy.coordination.fleet_sync import FleetSync
-from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.queue_depth_reader import QueueDepthReader
@@ -22,7 +21,7 @@ __all__ = ["open_live_page"]
 _LOOKED_AT_S: Final = 10.0
 """For so long after a snapshot somebody counts as looking."""
 
-_Parts = Sequence[Mapping[str, object]]
+_Parts = Iterable[Mapping[str, object]]
 
 
 def open_live_page(
@@ -60,7 +59,7 @@ def _open_feed(sources: WorkerSources, depths: QueueDepthReader, worker: WorkerL
     loop = sources.resources.loop
 
     def own_part() -> WorkerPart:
-        depths.cache_usage_until_s = loop.time() + _LOOKED_AT_S
+        depths.shown_until_s = loop.time() + _LOOKED_AT_S
         return collect_part(sources)
 
     async def collect_own() -> _Parts:
@@ -72,10 +71,6 @@ def _open_feed(sources: WorkerSources, depths: QueueDepthReader, worker: WorkerL
     collect_all = worker.collect_parts
 
     async def collect() -> _Parts:
-        parts = cast("list[Mapping[str, object]]", json.loads(await collect_all()))
-        if not any("worker" in part for part in parts):
-            message = "no worker has answered in time; try again later"
-            raise ProxyError(503, "service_unavailable", message, code="snapshot_timeout", retry_after_s=5)
-        return sorted(parts, key=lambda part: part.get("worker") != sources.worker)
+        return (json.loads(line) for line in await collect_all())
 
     return SnapshotFeed(loop, __version__, collect)

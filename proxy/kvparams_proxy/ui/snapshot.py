@@ -5,7 +5,7 @@ the last seconds that somebody looked, and None until there are two looks.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple, TypedDict, cast
 
 from kvparams_proxy.ui.advice import advice_for
@@ -18,19 +18,26 @@ from kvparams_proxy.ui.engine_rows import (
     rounded,
     totals_of,
 )
+from kvparams_proxy.ui.flow_rows import flow_rows
 from kvparams_proxy.ui.public_names import former_engine_name
-from kvparams_proxy.ui.worker_part import ENDED_WORKERS, EngineFacts, RequestRow, StoreFacts, WorkerPart, is_shown
+from kvparams_proxy.ui.worker_part import (
+    ENDED_WORKERS,
+    MOST_REQUESTS,
+    EngineFacts,
+    RequestRow,
+    StoreFacts,
+    WorkerPart,
+    is_shown,
+)
 
 __all__ = ["ErrorRow", "Snapshot", "SnapshotBuilder", "hide_addresses"]
 
 _WINDOW_S: Final = 10.0
 """Rates are those of so many seconds."""
-_SHOWN: Final = {"running": 16, "recent": 16, "failed": 16, "slow": 16}
 _GOOD: Final = 0.75
 _BAD: Final = 0.5
 """Shares of the tokens expected from a store that were there: from the first one on it is well."""
 _PREFIXES: Final = 48
-_Way = tuple[str, str]
 
 
 class ErrorRow(TypedDict):
@@ -89,8 +96,10 @@ class SnapshotBuilder:
         self._version = version
         self._looks: deque[_Look] = deque()
 
-    def build(self, parts: Sequence[Mapping[str, object]], now_s: float, epoch_s: float) -> Snapshot:
-        """Builds the snapshot of this moment.
+    def build(
+        self, parts: Sequence[Mapping[str, object]], now_s: float, epoch_s: float
+    ) -> Generator[None, None, Snapshot]:
+        """Builds the snapshot of this moment. Yields after every few milliseconds.
 
         Args:
             parts: the `WorkerPart` of each worker, the one that answers first, and counts of exited workers.
@@ -104,12 +113,14 @@ class SnapshotBuilder:
                 ended[key] = ended.get(key, 0.0) + value
         first = workers[0]
         counters = _summed((part["counters"] for part in workers), ended)
-        facts = merge_engines(workers, ended)
+        facts = yield from merge_engines(workers, ended)
         totals = {id: totals_of(each) for id, each in facts.items()}
         before = self._look(now_s, counters, totals)
         elapsed_s = 0.0 if before is None else now_s - before.at_s
         then: Mapping[str, EngineTotals] = {} if before is None else before.engines
         rates = _rates(before, elapsed_s, counters)
+        engines = [engine_row(each, totals[id], then.get(id), elapsed_s) for id, each in facts.items()]
+        yield
         return Snapshot(
             format=1,
             version=self._version,
@@ -121,12 +132,12 @@ class SnapshotBuilder:
             roles=_roles(workers),
             exchange=first["exchange"],
             columns=COLUMNS,
-            engines=[engine_row(each, totals[id], then.get(id), elapsed_s) for id, each in facts.items()],
+            engines=engines,
             counters=counters,
             rates=rates,
             states=_added(part["states"] for part in workers),
             requests=_requests(workers),
-            flows=_flows(workers, _decode_rate(facts.values(), then, elapsed_s)),
+            flows=flow_rows(workers, engines, _decode_rate(facts.values(), then, elapsed_s)),
             stores=_stores(workers),
             prefixes=_prefixes(workers),
             sampled=sum(part["sampled"] for part in workers),
@@ -248,37 +259,15 @@ def _requests(workers: Sequence[WorkerPart]) -> dict[str, list[RequestRow]]:
             rows.sort(key=lambda row: -row["started"] - row["total_ms"] / 1000)
         slow.sort(key=lambda row: -row["total_ms"])
     found = {"running": running, "recent": recent, "failed": failed, "slow": slow}
-    return {kind: rows[: _SHOWN[kind]] for kind, rows in found.items()}
+    return {kind: rows[:MOST_REQUESTS] for kind, rows in found.items()}
 
 
 def _decode_rate(engines: Iterable[EngineFacts], then: Mapping[str, EngineTotals], elapsed_s: float) -> float | None:
     """Returns the decode legs that end each second, or None without an earlier look."""
     if elapsed_s <= 0:
         return None
-    ended = sum(each.legs - then[each.id][0] for each in engines if each.role == "decode" and each.id in then)
+    ended = sum(each.legs - then[each.id].legs for each in engines if each.role == "decode" and each.id in then)
     return max(0.0, ended / elapsed_s)
-
-
-def _flows(workers: Sequence[WorkerPart], legs_per_s: float | None) -> list[dict[str, object]]:
-    """Divides the rate of decode legs among the ways between groups, as the last requests took them."""
-    number: dict[_Way, int] = {}
-    tokens: dict[_Way, int] = {}
-    for part in workers:
-        for source, target, requests, prompt_tokens in part["flows"]:
-            way = (str(source), str(target))
-            number[way] = number.get(way, 0) + int(requests)
-            tokens[way] = tokens.get(way, 0) + int(prompt_tokens)
-    total = sum(number.values())
-    return [
-        {
-            "from": way[0],
-            "to": way[1],
-            "share": round(count / total, 4),
-            "per_s": None if legs_per_s is None else rounded(legs_per_s * count / total),
-            "tokens_per_s": None if legs_per_s is None else rounded(legs_per_s * tokens[way] / total),
-        }
-        for way, count in sorted(number.items(), key=lambda each: (-each[1], each[0]))
-    ]
 
 
 def _stores(workers: Sequence[WorkerPart]) -> list[dict[str, object]]:

@@ -6,13 +6,13 @@ nobody looks.
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from time import thread_time, time
 from typing import Final, cast
 
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.ui.snapshot import SnapshotBuilder, hide_addresses
-from kvparams_proxy.ui.worker_part import EngineFacts
+from kvparams_proxy.ui.worker_part import ENDED_WORKERS, EngineFacts
 
 __all__ = ["MOST_VIEWERS", "SnapshotFeed", "Viewer"]
 
@@ -26,7 +26,7 @@ _POLLED_S: Final = 10.0
 """For so long after a single snapshot was asked for somebody counts as looking: the next one has rates."""
 _FRESH_S: Final = 0.9
 
-_Parts = Sequence[Mapping[str, object]]
+_Parts = Iterable[Mapping[str, object]]
 
 
 class Viewer:
@@ -73,7 +73,7 @@ class SnapshotFeed:
         Args:
             loop: whose thread calls everything here.
             version: of kvparams.
-            collect: returns the parts of a snapshot: see `SnapshotBuilder.build`.
+            collect: returns the parts of a snapshot: see `SnapshotBuilder.build`. One is taken in each step.
         """
         self._loop = loop
         self._collect = collect
@@ -175,18 +175,41 @@ class SnapshotFeed:
 
     async def _take(self) -> None:
         parts = await self._collect()
-        began_s = thread_time()
-        self._taken_s = self._loop.time()
-        snapshot = self._builder.build(parts, self._taken_s, time())
-        names = _public_names(parts)
-        shown = hide_addresses(snapshot, names)
-        self._encoded[True] = self._encoded[False] = _encode(snapshot)
+        taken_s, took_s = self._loop.time(), 0.0
+        steps = self._encode_snapshot(parts, taken_s)
+        while True:
+            began_s = thread_time()
+            is_done = next(steps, True)
+            took_s += thread_time() - began_s
+            if is_done:
+                break
+            await asyncio.sleep(0)
+        self._taken_s, self._took_s = taken_s, took_s
+
+    def _encode_snapshot(self, parts: _Parts, taken_s: float) -> Generator[None, None, None]:
+        """Makes the bytes of a snapshot. Yields after every few milliseconds, for requests go on meanwhile.
+
+        Raises:
+            ProxyError: 503, because no worker has answered.
+        """
+        read: list[Mapping[str, object]] = []
+        for part in parts:
+            read.append(part)
+            yield
+        if all(ENDED_WORKERS in part for part in read):
+            message = "no worker has answered in time; try again later"
+            raise ProxyError(503, "service_unavailable", message, code="snapshot_timeout", retry_after_s=5)
+        snapshot = yield from self._builder.build(read, taken_s, time())
+        shown = hide_addresses(snapshot, _public_names(read))
+        yield
+        everything = shortened = _encode(snapshot)
         if shown is not snapshot:
-            self._encoded[False] = _encode(shown)
-        self._took_s = thread_time() - began_s
+            yield
+            shortened = _encode(shown)
+        self._encoded = {True: everything, False: shortened}
 
 
-def _public_names(parts: _Parts) -> dict[str, str]:
+def _public_names(parts: Iterable[Mapping[str, object]]) -> dict[str, str]:
     """Returns the names of the engines for viewers, by id."""
     engines = (EngineFacts._make(each) for part in parts for each in cast("list[EngineFacts]", part.get("engines", ())))
     return {each.id: each.public_id for each in engines}

@@ -31,6 +31,7 @@ _STATES: Final = {
     "failed": "red",
     "midway": "red",
 }
+_UNHEALTHY: Final = ("broken", "not_ready")
 _WORST_FIRST: Final = ("broken", "not_ready", "draining", "ready")
 _NONE: Final = "-"
 _SPARE_LINES: Final = 7
@@ -94,6 +95,9 @@ def _title(snapshot: Mapping[str, Any], view: ViewState) -> Text:
     status = str(snapshot["status"])
     modes = ", ".join(str(mode["use"]) for mode in snapshot["modes"])
     text = Text.assemble(("kvparams top", "bold"), "  ", view.url, "  ", (status, f"bold {_STATES.get(status, '')}"))
+    states = [EngineRow._make(values).state for values in snapshot["engines"]]
+    if unhealthy := sum(state in _UNHEALTHY for state in states):
+        text.append(f"  {unhealthy} of {len(states)} engines unhealthy", style="bold red")
     text.append(f"  {modes} · {snapshot['policy']} · {_number(snapshot['workers'])} worker")
     text.append("s" if snapshot["workers"] != 1 else "")
     text.append(strftime("  %H:%M:%S", localtime(snapshot["time"])))
@@ -140,7 +144,7 @@ def _engines(snapshot: Mapping[str, Any], view: ViewState, rows: int) -> Table:
     table.add_column("STATE", no_wrap=True)
     for name in ("RUN", "REQ/S", "TOK/S", "ITL", "QUEUE", "CACHE", "HITS", "ENDED"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("BREAKER", no_wrap=True)
+    table.add_column("BREAKER, REASON", no_wrap=True, overflow="ellipsis")
     engines = [EngineRow._make(values) for values in snapshot["engines"]]
     engines.sort(key=lambda row: row.id)
     engines.sort(key=SORTS[view.sort], reverse=(view.sort != "id") is not view.is_reversed)
@@ -158,11 +162,23 @@ def _engines(snapshot: Mapping[str, Any], view: ViewState, rows: int) -> Table:
             ("~" if row.cache_is_estimate and row.cache_usage is not None else "") + _percent(row.cache_usage),
             _percent(row.hit_ratio),
             _number(row.legs),
-            _state(row.breaker) if row.breaker != "closed" else Text("closed", style="dim"),
+            _breaker(row, snapshot["time"]),
         )
     if len(engines) > rows:
         table.caption = f"{len(engines) - rows} more; the order decides which are shown"
     return table
+
+
+def _breaker(row: EngineRow, now_s: float) -> Text:
+    """Returns the state of the breaker, or the reason why an engine is unhealthy, with the time since then."""
+    if row.state in _UNHEALTHY and row.reason:
+        since = f"{_duration(now_s - row.since)}: " if row.since else ""
+        return Text(f"{since}{printable(row.reason)}", style=_STATES[row.state])
+    return _state(row.breaker) if row.breaker != "closed" else Text("closed", style="dim")
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(0.0, seconds):.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
 
 
 def _requests(snapshot: Mapping[str, Any], view: ViewState, rows: int) -> Table:
@@ -174,7 +190,8 @@ def _requests(snapshot: Mapping[str, Any], view: ViewState, rows: int) -> Table:
     table.add_column("ROUTE", no_wrap=True, overflow="ellipsis", ratio=1)
     requests = snapshot["requests"]
     worst = (*requests["failed"][: rows // 4], *requests["slow"][: rows // 3])
-    for row in (*worst, *requests["running"], *requests["recent"])[:rows]:
+    each_once = {(row["id"], row["started"]): row for row in (*worst, *requests["running"], *requests["recent"])}
+    for row in list(each_once.values())[:rows]:
         spent = _spent(row)
         route = " → ".join(printable(str(id)) for _, id in row["route"]) or printable(str(row["error"] or ""))
         cached = _NONE if row["cached_tokens"] is None else f"{row['cached_tokens']}/{row['prompt_tokens']}"

@@ -80,7 +80,7 @@ def ui_routes(admin: Secret | None, viewer: Secret | None) -> list[Route]:
         return _file_response(files.get(request.path_params.get("name", "index.html")))
 
     async def redirect(request: Request) -> Response:
-        return RedirectResponse("../ui", headers=_HEADERS)
+        return RedirectResponse("ui" if request.url.path == "/" else "../ui", headers=_HEADERS)
 
     async def get_state(request: Request) -> Response:
         try:
@@ -92,6 +92,7 @@ def ui_routes(admin: Secret | None, viewer: Secret | None) -> list[Route]:
         return Response(body, headers=_data_headers(is_admin=is_admin), media_type="application/json")
 
     return [
+        Route("/", redirect, methods=["GET"]),
         Route("/ui", get_file, methods=["GET"]),
         Route("/ui/", redirect, methods=["GET"]),
         Route("/ui/state", get_state, methods=["GET"]),

@@ -9,6 +9,7 @@ from time import perf_counter, time
 from typing import TYPE_CHECKING, Final
 
 from kvparams.instances import Instance, Role
+from kvparams.routing.queue_depth import MovedBytes
 from kvparams_proxy.config.mode_parsing import mode_document
 from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.execution.active_modes import ActiveModes
@@ -22,18 +23,16 @@ from kvparams_proxy.telemetry.recent_requests import EndedRequest, RecentRequest
 from kvparams_proxy.ui.hot_prefixes import PromptBlocks, find_hot_prefixes
 from kvparams_proxy.ui.public_names import public_engine_name, store_name
 from kvparams_proxy.ui.request_rows import describe_ended, describe_running
-from kvparams_proxy.ui.worker_part import EngineFacts, RequestRow, StoreFacts, WorkerPart, is_shown
+from kvparams_proxy.ui.worker_part import MOST_REQUESTS, EngineFacts, RequestRow, StoreFacts, WorkerPart, is_shown
 
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
 
 __all__ = ["WorkerSources", "collect_part"]
 
-_RUNNING: Final = 16
-_RECENT: Final = 16
-_FAILED: Final = 16
 _LOOKED_AT: Final = 4096
 """Running requests among which the oldest are looked for."""
+_SAYS_NOTHING: Final = MovedBytes(None, None, None)
 _SPARSE: Final = ("kvparams_proxy_leg_failures_total", "kvparams_proxy_handoffs_refused_total")
 """Counters whose series are left out until they have counted something."""
 
@@ -75,8 +74,8 @@ def collect_part(sources: WorkerSources) -> WorkerPart:
             "decoding": metrics.count_in_states("decode", "first_byte"),
         },
         running=_running(resources),
-        recent=[describe_ended(each) for each in recent[: -_RECENT - 1 : -1]],
-        failed=[describe_ended(each) for each in list(requests.failed)[: -_FAILED - 1 : -1]],
+        recent=[describe_ended(each) for each in recent[: -MOST_REQUESTS - 1 : -1]],
+        failed=[describe_ended(each) for each in list(requests.failed)[: -MOST_REQUESTS - 1 : -1]],
         slow=[describe_ended(each) for each in requests.slowest(time())],
         flows=_flows(recent),
         stores=_stores(members, recent),
@@ -100,10 +99,12 @@ def _engines(
 ) -> list[EngineFacts]:
     metrics, prefixes = resources.metrics, resources.prefix_cache
     leases = leases_by_instance(metrics, resources.kv_releaser)
+    epoch_s = time() - resources.loop.time()
     found: list[EngineFacts] = []
     for member in members:
         instance = member.instance
         totals = metrics.instance_totals(instance.id, 0)
+        cause = resources.fleet.cause_of(member)
         held = capacity = None
         if prefixes is not None and instance.role in (Role.PREFILL, Role.AGGREGATED):
             held, capacity = prefixes.feed.held_blocks(instance), prefixes.feed.capacity(instance)
@@ -131,6 +132,9 @@ def _engines(
                 member.cache_usage,
                 held,
                 capacity,
+                *(member.moved_bytes or _SAYS_NOTHING),
+                "" if cause is None else cause.why,
+                0.0 if cause is None else round(epoch_s + cause.since_s, 1),
             )
         )
     return found
@@ -150,7 +154,7 @@ def _counters(metrics: Metrics, prefixes: "PrefixCacheModel | None") -> dict[str
 
 def _running(resources: ExecutionResources) -> list[RequestRow]:
     some = islice(resources.running_executions, _LOOKED_AT)
-    oldest = nsmallest(_RUNNING, (each.record for each in some), key=lambda each: each.lifecycle.started_s)
+    oldest = nsmallest(MOST_REQUESTS, (each.record for each in some), key=lambda each: each.lifecycle.started_s)
     now_s, epoch_s = perf_counter(), time()
     return [describe_running(record, now_s, epoch_s) for record in oldest]
 

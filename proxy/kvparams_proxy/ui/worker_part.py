@@ -2,8 +2,19 @@
 
 from typing import Final, NamedTuple, TypedDict
 
-__all__ = ["ENDED_WORKERS", "DecisionRow", "EngineFacts", "RequestRow", "StoreFacts", "WorkerPart", "is_shown"]
+__all__ = [
+    "ENDED_WORKERS",
+    "MOST_REQUESTS",
+    "DecisionRow",
+    "EngineFacts",
+    "RequestRow",
+    "StoreFacts",
+    "WorkerPart",
+    "is_shown",
+]
 
+MOST_REQUESTS: Final = 16
+"""Requests of each kind in a part, and in a snapshot."""
 ENDED_WORKERS: Final = "ended"
 """The member of the supervisor's part: the counts of workers that have exited, by series, instead of a `WorkerPart`."""
 
@@ -49,6 +60,14 @@ class EngineFacts(NamedTuple):
     cache_blocks: int | None
     """The blocks that it is believed to have; None where nobody looks at caches."""
     cache_capacity: int | None
+    transferred: float | None
+    """KV bytes between engines, as the engine says: see `kvparams.routing.queue_depth.MovedBytes`."""
+    loaded: float | None
+    saved: float | None
+    reason: str
+    """The evidence for its state, in the words of the log; empty where the state is the first one."""
+    since: float
+    """When it came into this state, since 1970; 0 if it is unknown."""
 
 
 class StoreFacts(NamedTuple):

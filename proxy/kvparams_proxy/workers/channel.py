@@ -32,9 +32,9 @@ class FrameKind(IntEnum):
     EXPOSITION = 6
     """The answer to `SCRAPE`: its number, the content type, a line feed, and the text of the metrics."""
     COLLECT_PART = 7
-    """Send this worker's part of a snapshot for the live page."""
+    """Send this worker's part of a snapshot for the live page; the payload comes back in `PART`."""
     PARTS = 8
-    """The answer to `PARTS_WANTED`: its number, and a JSON array of the parts of all workers."""
+    """The answer to `PARTS_WANTED`: its number, and the part of each worker as a line of JSON, its own first."""
 
     # from a worker
     READY = 20
@@ -52,7 +52,7 @@ class FrameKind(IntEnum):
     PARTS_WANTED = 26
     """The worker was asked for a snapshot of all workers: a number in eight bytes."""
     PART = 27
-    """The answer to `COLLECT_PART`: a JSON object."""
+    """The answer to `COLLECT_PART`: its payload, and a JSON object."""
 
 
 class Frame(NamedTuple):

@@ -14,13 +14,13 @@ from kvparams_proxy.telemetry.metric_snapshots import encode_metric
 from kvparams_proxy.worker_identity import WorkerIdentity
 from kvparams_proxy.workers.channel import Frame, FrameKind, encode_frame, read_frame
 
-__all__ = ["SCRAPE_HEAD", "WorkerLink"]
+__all__ = ["REQUEST_HEAD", "WorkerLink"]
 
-SCRAPE_HEAD: Final = struct.Struct("!Q")
-"""The number of a scrape, before the payload of `SCRAPE` and `EXPOSITION`."""
+REQUEST_HEAD: Final = struct.Struct("!Q")
+"""The number of a request to the supervisor, at the beginning of its payload and of that of the answer."""
 _EVERY_S: Final = 1.0
 """How often counters are sent. A worker that is killed loses what it has counted since."""
-_SCRAPE_S: Final = 10.0
+_ANSWER_S: Final = 10.0
 _CLOSE_S: Final = 2.0
 """The time limit for sending the last snapshot."""
 
@@ -36,8 +36,8 @@ class WorkerLink:
         self._writer: asyncio.StreamWriter | None = None
         self._sending = asyncio.Lock()
         self._numbers = count()
-        self._scrapes: dict[int, asyncio.Future[tuple[bytes, str]]] = {}
-        self._parts: dict[int, asyncio.Future[bytes]] = {}
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        """The answers of the supervisor that are awaited, by the numbers of their requests."""
         self._make_part: Callable[[], bytes] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -69,35 +69,25 @@ class WorkerLink:
         Raises:
             ProxyError: 503, because the supervisor does not answer in time.
         """
-        number = next(self._numbers)
-        answer = self._scrapes[number] = asyncio.get_running_loop().create_future()
-        self._send(FrameKind.SCRAPE, SCRAPE_HEAD.pack(number) + accept.encode("utf-8", "replace"))
         try:
-            async with asyncio.timeout(_SCRAPE_S):
-                return await answer
+            answer = await self._ask(FrameKind.SCRAPE, accept.encode("utf-8", "replace"))
         except TimeoutError:
             message = "the metrics of the workers could not be collected in time; try again later"
             raise ProxyError(503, "service_unavailable", message, code="metrics_timeout", retry_after_s=5) from None
-        finally:
-            self._scrapes.pop(number, None)
+        content_type, _, text = answer.partition(b"\n")
+        return text, content_type.decode()
 
-    async def collect_parts(self) -> bytes:
-        """Returns the parts of all workers for a snapshot, as a JSON array.
+    async def collect_parts(self) -> list[bytes]:
+        """Returns the parts of all workers for a snapshot, that of this worker first, each as JSON.
 
         Raises:
             ProxyError: 503, because the supervisor does not answer in time.
         """
-        number = next(self._numbers)
-        answer = self._parts[number] = asyncio.get_running_loop().create_future()
-        self._send(FrameKind.PARTS_WANTED, SCRAPE_HEAD.pack(number))
         try:
-            async with asyncio.timeout(_SCRAPE_S):
-                return await answer
+            return (await self._ask(FrameKind.PARTS_WANTED)).splitlines()
         except TimeoutError:
             message = "the workers could not be asked in time; try again later"
             raise ProxyError(503, "service_unavailable", message, code="snapshot_timeout", retry_after_s=5) from None
-        finally:
-            self._parts.pop(number, None)
 
     async def close(self) -> None:
         """Sends the last snapshot and closes the channel."""
@@ -117,33 +107,39 @@ class WorkerLink:
         while (frame := await read_frame(reader)) is not None:
             if frame.kind is FrameKind.COLLECT:
                 self._spawn(self._send_metrics(FrameKind.COLLECTED, frame.payload, complete=True))
-            elif frame.kind is FrameKind.EXPOSITION:
-                self._answer(frame)
             elif frame.kind is FrameKind.COLLECT_PART:
-                self._spawn(self._send_part())
-            elif frame.kind is FrameKind.PARTS:
-                self._answer_parts(frame)
+                self._spawn(self._send_part(frame.payload))
+            elif frame.kind in (FrameKind.EXPOSITION, FrameKind.PARTS):
+                self._answered(frame)
             else:
                 on_command(frame.kind)
         on_command(FrameKind.CUT)
 
-    async def _send_part(self) -> None:
+    async def _send_part(self, mark: bytes) -> None:
         """Sends this worker's part of a snapshot. A fault in it costs the page, and no command of the supervisor."""
         if self._make_part is not None:
-            self._send(FrameKind.PART, self._make_part())
+            self._send(FrameKind.PART, mark + self._make_part())
 
-    def _answer(self, frame: Frame) -> None:
-        (number,) = SCRAPE_HEAD.unpack_from(frame.payload)
-        content_type, _, text = frame.payload[SCRAPE_HEAD.size :].partition(b"\n")
-        answer = self._scrapes.get(number)
-        if answer is not None and not answer.done():
-            answer.set_result((text, content_type.decode()))
+    async def _ask(self, kind: FrameKind, payload: bytes = b"") -> bytes:
+        """Asks the supervisor. Returns the payload of its answer, without the number.
 
-    def _answer_parts(self, frame: Frame) -> None:
-        (number,) = SCRAPE_HEAD.unpack_from(frame.payload)
-        answer = self._parts.get(number)
+        Raises:
+            TimeoutError: it does not answer in time.
+        """
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        self._send(kind, REQUEST_HEAD.pack(number) + payload)
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await answer
+        finally:
+            del self._answers[number]
+
+    def _answered(self, frame: Frame) -> None:
+        (number,) = REQUEST_HEAD.unpack_from(frame.payload)
+        answer = self._answers.get(number)
         if answer is not None and not answer.done():
-            answer.set_result(frame.payload[SCRAPE_HEAD.size :])
+            answer.set_result(frame.payload[REQUEST_HEAD.size :])
 
     async def _send_regularly(self) -> None:
         while True:

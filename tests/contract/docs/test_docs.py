@@ -135,5 +135,14 @@ def test_the_generated_pages_are_what_the_code_says() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_readme_shows_the_page_of_make_serve_near_its_top() -> None:
+    """`tests/system/proxy/ui/test_walk.py` makes the picture."""
+    top = "\n".join((ROOT / "README.md").read_text().splitlines()[:10])
+    assert "make serve" in top
+    (picture,) = re.findall(r"!\[[^\]]+\]\((docs/images/[^)]+)\)", top)
+    assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
+    assert (ROOT / picture).stat().st_size > 20_000
+
+
 def test_the_readme_fits_two_screens() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120

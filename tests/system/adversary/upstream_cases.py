@@ -366,6 +366,9 @@ def statuses() -> Iterator[Case]:
         for status in (204, 205, 206, 300, 301, 304, 307):
             script = (b"HTTP/1.1 %d X\r\nlocation: http://10.66.66.66/\r\ncontent-length: 0\r\n\r\n" % status,)
             yield case(f"{status}", who, script, failing(who, frozenset((502,))))
+        for status in (204, 304):  # no body, whatever the framing says
+            script = (b"HTTP/1.1 %d X\r\ntransfer-encoding: chunked\r\n\r\n" % status,)
+            yield case(f"{status}, chunked", who, script, failing(who, frozenset((502,))))
         for status in (429, 503):
             for after in ("", "1", "0", "-5", "1e9", "999999999999", "Wed, 21 Oct 2026 07:28:00 GMT", "x" * 1000):
                 lines = (f"retry-after: {after}",) if after else ()

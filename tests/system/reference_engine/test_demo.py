@@ -145,6 +145,24 @@ def test_what_the_demo_cannot_run_with_is_refused_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("more", [["--serve"], []], ids=["of an engine", "of the proxy"])
+def test_a_port_that_is_taken_is_said_at_once(more: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever answers there would be taken for the one that was started."""
+    port = free_block(6)
+    with socket.create_server(("127.0.0.1", port + 3 if more else port)) as taken:
+        command = [*COMMAND, *more, "--port", str(port)]
+        assert subprocess.run(command, timeout=WAIT_S, check=False).returncode == 2
+        assert capfd.readouterr().err.startswith(f"demo: port {taken.getsockname()[1]} is in use")
+
+
+def test_a_server_that_has_ended_is_not_ready_although_something_answers(tmp_path: Path) -> None:
+    with Processes(tmp_path) as processes:
+        server = processes.start("gone", sys.executable, "-c", "raise SystemExit('no port')", port=free_port())
+        server.process.wait(WAIT_S)
+        with pytest.raises(ProcessError, match="ended with status 1: no port"):
+            processes.wait_until(server, lambda: True)
+
+
 @pytest.mark.slow
 def test_an_engine_whose_port_is_taken_says_so_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", free_port())) as taken:

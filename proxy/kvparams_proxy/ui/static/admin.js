@@ -2,7 +2,9 @@
 
 import { h } from "./dom.js";
 import { askForm, confirmAction, openDialog } from "./dialogs.js";
-import { count, ms, percent, rate, words } from "./format.js";
+import { bytes, clock, count, ms, percent, rate, words } from "./format.js";
+
+const kv = (value) => (value == null ? null : bytes(value));
 
 export class Admin {
   constructor() {
@@ -20,7 +22,7 @@ export class Admin {
   /** Shows an engine, with its address for those who may see it. */
   openEngine(engine) {
     const pair = (name, value) => (value == null || value === "" ? null : h("div", {}, h("dt", { text: name }), h("dd", { text: value })));
-    const facts = h("dl", { class: "pairs" }, pair("State", words(engine.state)), pair("Role", engine.role), pair("Group", engine.group), pair("Connector", engine.connector), pair("Store", engine.store), pair("Breaker", words(engine.breaker)), pair("Running", count(engine.in_flight)), pair("Of other clients", engine.foreign || null), pair("Their prompt tokens", count(engine.tokens)), pair("Held KV transfers", count(engine.leases)), pair("Wait for a prompt", engine.role === "decode" ? null : ms(engine.wait_ms)), pair("Requests/s", rate(engine.legs_per_s)), pair("Ended", count(engine.legs)), pair("Prompt tokens/s", rate(engine.prompt_tokens_per_s)), pair("Answer tokens/s", rate(engine.answer_tokens_per_s)), pair("A token every", ms(engine.itl_ms)), pair("KV cache in use", engine.cache_usage == null ? null : `${percent(engine.cache_usage)}${engine.cache_is_estimate ? " (estimate)" : ""}`), pair("Cache hits", engine.hit_ratio == null ? null : percent(engine.hit_ratio)));
+    const facts = h("dl", { class: "pairs" }, pair("State", words(engine.state)), pair("Since", engine.since ? clock(engine.since) : null), pair("Reason", engine.reason), pair("Role", engine.role), pair("Group", engine.group), pair("Connector", engine.connector), pair("Store", engine.store), pair("Breaker", words(engine.breaker)), pair("Running", count(engine.in_flight)), pair("Of other clients", engine.foreign || null), pair("Their prompt tokens", count(engine.tokens)), pair("Held KV transfers", count(engine.leases)), pair("Wait for a prompt", engine.role === "decode" ? null : ms(engine.wait_ms)), pair("Requests/s", rate(engine.legs_per_s)), pair("Ended", count(engine.legs)), pair("Prompt tokens/s", rate(engine.prompt_tokens_per_s)), pair("Answer tokens/s", rate(engine.answer_tokens_per_s)), pair("A token every", ms(engine.itl_ms)), pair("KV cache in use", engine.cache_usage == null ? null : `${percent(engine.cache_usage)}${engine.cache_is_estimate ? " (estimate)" : ""}`), pair("Cache hits", engine.hit_ratio == null ? null : percent(engine.hit_ratio)), pair("KV transferred/s", kv(engine.transfer_bytes_per_s)), pair("KV loaded/s", kv(engine.load_bytes_per_s)), pair("KV saved/s", kv(engine.save_bytes_per_s)));
     const hint = h("p", { class: "hint", text: HINTS[engine.state] });
     openDialog(engine.id, [facts, hint], this.isAdmin ? this.buttons(engine) : []);
     if (this.isAdmin) this.addAddress(engine, facts, pair);
@@ -66,7 +68,7 @@ const MODES = ["prefill_then_decode", "concurrent_legs", "conditional", "aggrega
 const HINTS = {
   ready: "It answers probes, and its requests succeed.",
   broken: "It answers probes, but requests fail there. Others get its work while the breaker is open; see the failed requests and its log.",
-  not_ready: "It does not answer probes. See whether it runs: kvparams proxy --check asks all engines.",
+  not_ready: "It gets no requests until it answers probes. See whether it runs, and its log; kvparams proxy --check asks all engines.",
   draining: "It gets no new requests. It can be stopped once nothing runs there and it holds no KV transfers.",
 };
 

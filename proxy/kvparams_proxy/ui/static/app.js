@@ -6,7 +6,7 @@ import { byId, h, setData, setText } from "./dom.js";
 import { EnginesPanel } from "./engines.js";
 import { showFlow } from "./flow.js";
 import { count, words } from "./format.js";
-import { History, readSnapshot } from "./history.js";
+import { History, isUnhealthy, readSnapshot } from "./history.js";
 import { LatencyPanel } from "./latency.js";
 import { showPrefixes } from "./prefixes.js";
 import { RequestsPanel } from "./requests.js";
@@ -56,7 +56,10 @@ function taken(raw) {
   lostAt = 0;
   byId("banner").hidden = true;
   setData(byId("page"), "stale", false);
-  setStatus(latest.status, latest.status === "ok" ? "healthy" : latest.status);
+  const unhealthy = latest.engines.filter(isUnhealthy).length;
+  const engineText = unhealthy ? `${count(unhealthy)} of ${count(latest.engines.length)} engines unhealthy` : "healthy";
+  if (latest.status === "ok") setStatus(unhealthy ? "degraded" : "ok", engineText);
+  else setStatus(latest.status, unhealthy ? `${latest.status}: ${engineText}` : latest.status);
   announceState();
   if (!document.hidden) show();
 }
@@ -137,7 +140,7 @@ let announcedAt = 0;
 let announced = "";
 
 function announceState() {
-  const bad = latest.engines.filter((each) => each.state === "broken" || each.state === "not_ready");
+  const bad = latest.engines.filter(isUnhealthy);
   const text = bad.length ? `${words(latest.status)}: ${count(bad.length)} of ${count(latest.engines.length)} engines are not well` : `${latest.status === "ok" ? "healthy" : latest.status}: all ${count(latest.engines.length)} engines are well`;
   if (text === announced || Date.now() - announcedAt < ANNOUNCE_MS) return;
   announced = text;

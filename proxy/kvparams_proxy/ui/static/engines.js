@@ -1,7 +1,8 @@
 // The engines: a table that can be sorted, and a heat map for fleets that are too large for one.
 
 import { byId, empty, h, keyed, pressSegment, replace, segments, setAttribute, setData, setText } from "./dom.js";
-import { count, ms, percent, rate, words } from "./format.js";
+import { ago, count, ms, percent, rate, words } from "./format.js";
+import { isUnhealthy } from "./history.js";
 
 const PAGE = 25;
 const MANY = 60;
@@ -100,7 +101,7 @@ export class EnginesPanel {
     });
     const shown = sorted.slice(this.first, this.first + PAGE);
     const most = Math.max(1, ...engines.map((each) => each.in_flight + each.foreign));
-    keyed(table.body, shown, (each) => each.id, (each) => this.makeRow(each), (row, each) => updateRow(row, each, most));
+    keyed(table.body, shown, (each) => each.id, (each) => this.makeRow(each), (row, each) => updateRow(row, each, most, this.snapshot.time));
     table.pager.hidden = sorted.length <= PAGE;
     setText(table.position, `${count(this.first + 1)} to ${count(this.first + shown.length)} of ${count(sorted.length)}`);
     table.back.disabled = this.first === 0;
@@ -111,7 +112,7 @@ export class EnginesPanel {
     const name = h("button", { type: "button", class: "link", on: { click: () => this.open(engine.id) } });
     const cells = COLUMNS.slice(1).map((column) => h("td", { class: column.number ? "number" : null, data: { column: column.name } }));
     const row = h("tr", {}, h("td", {}, name, h("div", { class: "hint" })), cells);
-    cells[0].append(h("span", { class: "pill" }));
+    cells[0].append(h("span", { class: "pill" }), h("div", { class: "hint reason" }));
     cells[1].append(meter());
     cells[6].append(meter());
     return row;
@@ -175,7 +176,7 @@ function setMeter(cell, share, text, isHigh, title) {
   if (title) setAttribute(cell, "title", title);
 }
 
-function updateRow(row, engine, most) {
+function updateRow(row, engine, most, time) {
   const cells = row.children;
   const name = cells[0].firstElementChild;
   setText(name, engine.id);
@@ -184,6 +185,7 @@ function updateRow(row, engine, most) {
   const pill = cells[1].firstElementChild;
   setText(pill, words(engine.state));
   setData(pill, "state", engine.state);
+  setText(cells[1].lastElementChild, isUnhealthy(engine) && engine.since ? `${engine.reason || "no reason is known"}, for ${ago(time - engine.since)}` : "");
   const running = engine.in_flight + engine.foreign;
   setMeter(cells[2], running / most, count(running), false, engine.foreign ? `${count(engine.foreign)} of them of clients that this proxy does not know` : "");
   setText(cells[3], rate(engine.legs_per_s));

@@ -2,7 +2,7 @@
 
 import { byId, empty, h, replace, s } from "./dom.js";
 import { bytes, count, rate } from "./format.js";
-import { total } from "./history.js";
+import { isUnhealthy, total } from "./history.js";
 
 const MOST = 7;
 const NODE = 46;
@@ -47,17 +47,35 @@ function arrange(snapshot) {
   for (const source of columns.prefill) {
     for (const target of columns.decode) {
       const ways = snapshot.flows.filter((way) => source.names.includes(way.from) && target.names.includes(way.to));
-      if (source.role === "prefill" && ways.length) flows.push({ source, target, rate: sum(ways, "per_s"), tokens: sum(ways, "tokens_per_s") });
+      if (source.role === "prefill" && ways.length) flows.push({ source, target, rate: sum(ways, "per_s"), tokens: sum(ways, "tokens_per_s"), bytes: sum(ways, "bytes_per_s") });
     }
   }
   const requests = total(snapshot.rates, "requests_total");
-  return { ...columns, flows, requests, bytes: snapshot.rates.kvparams_proxy_answer_bytes_total, stores: snapshot.stores };
+  const stores = snapshot.stores.map((store) => ({ ...store, links: linksOf(store, columns) }));
+  return { ...columns, flows, requests, bytes: snapshot.rates.kvparams_proxy_answer_bytes_total, stores };
 }
+
+/** What each group with engines of a store saves to it and loads from it, in bytes each second. */
+function linksOf(store, columns) {
+  const links = [];
+  for (const group of [...columns.prefill, ...columns.decode]) {
+    const engines = group.engines.filter((each) => each.store === store.name);
+    if (engines.length) links.push({ group, saved: sum(engines, "save_bytes_per_s"), loaded: sum(engines, "load_bytes_per_s") });
+  }
+  return links;
+}
+
+/** Bytes each second in words; empty where no engine says how many. */
+function linkText(saved, loaded) {
+  return [saved == null ? "" : `saves ${bytes(saved)}/s`, loaded == null ? "" : `loads ${bytes(loaded)}/s`].filter(Boolean).join(" · ");
+}
+
+const flowText = (flow) => `${rate(flow.rate)}/s · ${rate(flow.tokens)} tok/s${flow.bytes == null ? "" : ` · ${bytes(flow.bytes)}/s`}`;
 
 function summarize(group) {
   const { engines, names } = group;
   const ready = engines.filter((each) => each.state === "ready").length;
-  const broken = engines.filter((each) => each.state === "broken" || each.state === "not_ready").length;
+  const broken = engines.filter(isUnhealthy).length;
   group.title = names.length > 1 ? `${names.length} more groups` : names[0] || (group.role === "aggregated" ? "Aggregated" : `All ${group.role}`);
   group.state = !ready ? "broken" : broken ? "degraded" : "ready";
   group.ready = `${ready}/${engines.length} ready`;
@@ -65,7 +83,6 @@ function summarize(group) {
   group.rate = sum(engines, "legs_per_s");
   group.promptTokens = sum(engines, "prompt_tokens_per_s");
   group.answerTokens = sum(engines, "answer_tokens_per_s");
-  group.stores = new Set(engines.map((each) => each.store).filter(Boolean));
 }
 
 function sum(items, name) {
@@ -101,17 +118,28 @@ function drawGraph(picture, width) {
     edge(edges, labels, clients, group, group.rate, most, group.role === "encode" ? `${rate(group.rate)}/s` : `${rate(group.rate)}/s · ${rate(group.promptTokens)} tok/s`, picture.prefill.length <= LABELED);
     if (group.role === "aggregated") edge(edges, labels, group, answers, group.rate, most, `${rate(group.answerTokens)} tok/s`);
   }
-  for (const flow of picture.flows) edge(edges, labels, flow.source, flow.target, flow.rate, most, `${rate(flow.rate)}/s · ${rate(flow.tokens)} tok/s`, picture.flows.length <= 9);
+  for (const flow of picture.flows) edge(edges, labels, flow.source, flow.target, flow.rate, most, flowText(flow), picture.flows.length <= 9);
   for (const group of picture.decode) edge(edges, labels, group, answers, group.rate, most, `${rate(group.answerTokens)} tok/s`, picture.decode.length <= LABELED);
   stores.forEach((store, place) => {
     const x = (places.prefill + places.decode) / 2 + (place - (stores.length - 1) / 2) * (nodeWidth + GAP);
     const y = TOP + inner + 40;
     const shown = { title: store.name, ready: `store · ${store.health === "unknown" ? "no fetch yet" : store.health}`, state: store.health === "failing" ? "broken" : store.health === "degraded" ? "degraded" : "ready" };
     svg.append(node(shown, x, y, nodeWidth));
-    for (const group of [...picture.prefill, ...picture.decode]) {
-      if (!group.stores.has(store.name)) continue;
+    for (const { group, saved, loaded } of store.links) {
       const from = group.x + nodeWidth / 2;
-      edges.append(s("path", { class: "edge idle", "stroke-width": 1.5, d: `M${from},${group.y + NODE / 2}C${from},${y - 14} ${x + nodeWidth / 2},${y - 26} ${x + nodeWidth / 2},${y}` }));
+      const line = s("path", { class: saved || loaded ? "edge" : "edge idle", "stroke-width": 1.5, d: `M${from},${group.y + NODE / 2}C${from},${y - 14} ${x + nodeWidth / 2},${y - 26} ${x + nodeWidth / 2},${y}` });
+      line.append(s("title", { text: `${group.title} and ${store.name}: ${linkText(saved, loaded) || "the engines do not say how many bytes"}` }));
+      edges.append(line);
+    }
+    if (stores.length === 1) {
+      for (const groups of [picture.prefill, picture.decode]) {
+        const links = store.links.filter((each) => groups.includes(each.group));
+        const text = linkText(sum(links, "saved"), sum(links, "loaded"));
+        if (!text) continue;
+        const isLeft = groups === picture.prefill;
+        const side = links[0].group.x + nodeWidth / 2 + (isLeft ? -8 : 8);
+        text.split(" · ").forEach((each, line) => labels.append(s("text", { class: "rate", x: side, y: y - 16 + 15 * line, "text-anchor": isLeft ? "end" : "start", text: each })));
+      }
     }
   });
   for (const [name, x] of [["", places.clients], ["PREFILL", places.prefill], ["DECODE", places.decode]]) svg.append(s("text", { class: "column", x: x + 1, y: 12, text: name }));
@@ -139,7 +167,7 @@ function edge(edges, labels, source, target, perSecond, most, label, isLabeled =
   const room = target.x - source.right;
   if (!isLabeled || isIdle || room < 56) return;
   const y = (source.y + target.y) / 2;
-  label.split(" · ").forEach((line, place) => labels.append(s("text", { class: "rate", x: middle, y: y + (place ? 16 : -8), "text-anchor": "middle", text: clip(line, room) })));
+  label.split(" · ").forEach((line, place) => labels.append(s("text", { class: "rate", x: middle, y: y - 8 + (place ? 10 + 14 * place : 0), "text-anchor": "middle", text: clip(line, room) })));
 }
 
 const letters = (width, each) => Math.max(4, Math.floor(width / each));
@@ -154,14 +182,17 @@ function drawList(picture) {
   const block = (title, groups) =>
     h("div", {}, h("h3", { text: title }), h("div", { class: "cards" }, groups.map((group) =>
       h("div", { class: "card" }, h("b", { text: group.title }), h("span", { text: `${group.ready} · ${count(group.inFlight)} running` }), h("span", { text: `${rate(group.rate)}/s · ${rate(group.role === "decode" ? group.answerTokens : group.promptTokens)} tokens/s` })))));
-  return h("div", { class: "cards" }, block(`${rate(picture.requests)} requests/s to prefill`, picture.prefill), block("then to decode", picture.decode), h("p", { class: "hint", text: `${bytes(picture.bytes)}/s of answers to clients` }));
+  const links = picture.stores.flatMap((store) => store.links.map((each) => [store.name, each.group.title, linkText(each.saved, each.loaded)])).filter(([, , text]) => text);
+  const kv = [...picture.flows.filter((each) => each.bytes != null).map((flow) => `${flow.source.title} to ${flow.target.title}: ${bytes(flow.bytes)}/s of KV`), ...links.map(([store, group, text]) => `${group} ${text} (${store})`)];
+  return h("div", { class: "cards" }, block(`${rate(picture.requests)} requests/s to prefill`, picture.prefill), block("then to decode", picture.decode), h("p", { class: "hint", text: `${bytes(picture.bytes)}/s of answers to clients` }), kv.map((text) => h("p", { class: "hint", text })));
 }
 
 function describe(picture) {
   const rows = [
-    ...picture.prefill.map((group) => ["Clients", group.title, group.rate, group.promptTokens]),
-    ...picture.flows.map((flow) => [flow.source.title, flow.target.title, flow.rate, flow.tokens]),
-    ...picture.decode.map((group) => [group.title, "Clients", group.rate, group.answerTokens]),
+    ...picture.prefill.map((group) => ["Clients", group.title, rate(group.rate), rate(group.promptTokens), ""]),
+    ...picture.flows.map((flow) => [flow.source.title, flow.target.title, rate(flow.rate), rate(flow.tokens), bytes(flow.bytes)]),
+    ...picture.stores.flatMap((store) => store.links.flatMap(({ group, saved, loaded }) => [[group.title, store.name, "", "", bytes(saved)], [store.name, group.title, "", "", bytes(loaded)]])),
+    ...picture.decode.map((group) => [group.title, "Clients", rate(group.rate), rate(group.answerTokens), ""]),
   ];
-  return h("div", { class: "unseen" }, h("table", {}, h("caption", { text: "Flow of requests" }), h("thead", {}, h("tr", {}, ["From", "To", "Requests each second", "Tokens each second"].map((text) => h("th", { scope: "col", text })))), h("tbody", {}, rows.map((row) => h("tr", {}, row.map((value) => h("td", { text: typeof value === "string" ? value : rate(value) })))))));
+  return h("div", { class: "unseen" }, h("table", {}, h("caption", { text: "Flow of requests" }), h("thead", {}, h("tr", {}, ["From", "To", "Requests each second", "Tokens each second", "KV each second"].map((text) => h("th", { scope: "col", text })))), h("tbody", {}, rows.map((row) => h("tr", {}, row.map((value) => h("td", { text: value })))))));
 }

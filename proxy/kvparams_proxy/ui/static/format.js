@@ -25,6 +25,13 @@ export function ms(value) {
   return value >= 10 ? `${value.toFixed(0)} ms` : `${value.toFixed(1)} ms`;
 }
 
+/** How long ago something was, of seconds. */
+export function ago(seconds) {
+  if (seconds < 90) return `${Math.max(0, seconds).toFixed(0)} s`;
+  if (seconds < 5400) return `${(seconds / 60).toFixed(0)} min`;
+  return seconds < 172800 ? `${(seconds / 3600).toFixed(0)} h` : `${(seconds / 86400).toFixed(0)} d`;
+}
+
 /** A share from 0 to 1. */
 export const percent = (value) => (value == null ? "–" : `${(100 * value).toFixed(value > 0 && value < 0.0995 ? 1 : 0)} %`);
 

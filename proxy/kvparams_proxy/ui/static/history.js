@@ -9,6 +9,9 @@ export function readSnapshot(raw) {
   return { ...raw, engines };
 }
 
+/** Whether an engine should get requests and cannot. */
+export const isUnhealthy = (engine) => engine.state === "broken" || engine.state === "not_ready";
+
 /** Returns the value of a series, or of a family whose series begin with `name`. */
 export function total(values, name) {
   let sum = null;

@@ -1,7 +1,7 @@
 // Requests as a waterfall: where each spent its time, which engines ran it, and why these.
 
 import { byId, empty, h, keyed, pressSegment, replace, segments, setAttribute, setData, setText } from "./dom.js";
-import { bytes, clock, count, ms, words } from "./format.js";
+import { bytes, clock, count, ms, percent, words } from "./format.js";
 
 const PARTS = { created: "intake", queued: "queue", encode: "encode", prefill: "prefill", result: "handoff", decode: "first", first_byte: "decode" };
 const LABELS = { intake: "intake", queue: "waits for room", encode: "encode", prefill: "prefill", handoff: "handoff", first: "KV transfer and first token", decode: "decode" };
@@ -112,7 +112,25 @@ function describe(request, snapshot) {
     pair("Began", clock(request.started)), pair("Took", request.spans.length ? ms(request.total_ms) : null), pair("Prompt tokens", request.prompt_tokens == null ? null : count(request.prompt_tokens)), pair("Of these cached", request.cached_tokens == null ? null : count(request.cached_tokens)), pair("Answer tokens", request.completion_tokens == null ? null : count(request.completion_tokens)), pair("Answer", request.outcome ? bytes(request.answer_bytes) : null), pair("Further attempts", request.retries || null), pair("Trace", request.trace));
   const steps = partsOf(request);
   const table = steps.length && h("div", { class: "scroll" }, h("table", { class: "steps" }, h("caption", { class: "unseen", text: "Steps" }), h("thead", {}, h("tr", {}, ["Step", "Engine", "From", "Took"].map((text, place) => h("th", { scope: "col", text, class: place > 1 ? "number" : null })))), h("tbody", {}, steps.map((each) => h("tr", {}, h("td", {}, h("i", { data: { part: each.part } }), LABELS[each.part]), h("td", { text: each.who || "–" }), h("td", { class: "number", text: ms(each.at) }), h("td", { class: "number", text: ms(each.ms) }))))));
-  return [facts, table, why(request, snapshot)];
+  return [facts, longest(request, steps), table, why(request, snapshot)];
+}
+
+/** The step that took longest, and what that usually means. */
+function longest(request, steps) {
+  const most = steps.reduce((one, other) => (other.ms > (one?.ms ?? 0) ? other : one), null);
+  if (!most) return null;
+  const share = percent(Math.min(1, most.ms / Math.max(request.total_ms, 0.001)));
+  const where = most.who ? ` on ${most.who}` : "";
+  return h("p", { class: "longest", text: `Longest step: ${LABELS[most.part]}${where}, ${ms(most.ms)} (${share}). ${cause(request, most)}` });
+}
+
+function cause(request, step) {
+  const { completion_tokens: answer, prompt_tokens: prompt, cached_tokens: cached } = request;
+  if (step.part === "queue") return "All engines that may run it were at their limits: add engines, or raise the limits.";
+  if (step.part === "prefill") return `The engine computed the prompt${prompt != null && cached != null ? `, with ${count(cached)} of ${count(prompt)} tokens cached` : ""}; it may have had others to compute first.`;
+  if (step.part === "first") return "The engine loaded the KV and had its turn for the first token; look at its load and at the store.";
+  if (step.part === "decode") return answer ? `That is ${ms(step.ms / answer)} for each of ${count(answer)} tokens.` : "The engine generated the answer.";
+  return "The proxy itself took that long: look at its CPU, and at how fast the client sends.";
 }
 
 /** The decision and its alternatives. */

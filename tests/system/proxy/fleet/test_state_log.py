@@ -72,6 +72,24 @@ class Rig:
         return taken
 
 
+def test_the_reason_for_a_state_is_kept_with_the_time_of_its_change() -> None:
+    rig = Rig()
+    member = rig.ready()
+    rig.clock.pass_time(5.0)
+    for why in ("no connection to the engine (refused)", "no answer in time"):  # that it is not there is one state
+        rig.learn(member, False, why)
+        rig.clock.pass_time(2.0)
+    cause = rig.fleet.cause_of(member)
+    assert cause is not None
+    assert (cause.why, rig.clock.now() - cause.since_s) == ("no connection to the engine (refused)", 4.0)
+    rig.learn(member)
+    cause = rig.fleet.cause_of(member)
+    assert cause is not None
+    assert cause.why.startswith("it answers probes")
+    rig.fleet.remove(member.instance.id, "removed")
+    assert rig.fleet.cause_of(member) is None
+
+
 def test_an_engine_that_was_never_up_is_told_of_once(lines: Lines) -> None:
     rig = Rig()
     member = rig.add()

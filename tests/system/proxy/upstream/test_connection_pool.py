@@ -52,6 +52,22 @@ async def test_a_connection_that_waited_too_long_is_closed_rather_than_tried(scr
         pool.close()
 
 
+@pytest.mark.parametrize("framing", [b"transfer-encoding: chunked", b"content-length: 5", b"x: y"])
+@pytest.mark.parametrize("status", [204, 304])
+async def test_an_answer_without_a_body_ends_with_its_head(scripted: Any, status: int, framing: bytes) -> None:
+    """Whatever its framing says (RFC 9112, 6.3): nothing is waited for, and the connection serves the next request."""
+    answers = [b"HTTP/1.1 %d X\r\n%b\r\n\r\n" % (status, framing), b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}"]
+
+    async def answer(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answers.pop(0))
+
+    engine = await scripted(answer)
+    pool = UpstreamConnectionPool(engine.url, UpstreamLimits(connections=1))
+    assert [await asked(pool), await asked(pool)] == [status, 200]
+    assert engine.connections == 1
+    pool.close()
+
+
 async def test_a_host_name_that_cannot_be_one_is_an_error_not_a_hang() -> None:
     pool = UpstreamConnectionPool("http://" + "a" * 64 + ".example:1", UpstreamLimits())
     collect = Awaited()

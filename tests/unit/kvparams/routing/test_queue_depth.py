@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
-from kvparams.routing.queue_depth import QueueDepthError, parse_cache_usages, parse_queue_depths
+from kvparams.routing.queue_depth import (
+    MovedBytes,
+    QueueDepthError,
+    add_moved_bytes,
+    parse_cache_usages,
+    parse_moved_bytes,
+    parse_queue_depths,
+)
 
 VLLM = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -38,6 +45,12 @@ def queue_depth(text: bytes) -> int | None:
 def cache_usage(text: bytes) -> float | None:
     """Returns the highest usage of all ranks."""
     return max(parse_cache_usages(text).values(), default=None)
+
+
+def moved_bytes(text: bytes) -> MovedBytes | None:
+    """Returns what all ranks have moved together."""
+    found = parse_moved_bytes(text)
+    return add_moved_bytes(found.values()) if found else None
 
 
 def test_each_rank_has_figures_of_its_own() -> None:
@@ -148,3 +161,54 @@ def test_hostile_texts_take_no_longer_than_an_event_loop_can_bear(text: bytes) -
 )
 def test_the_share_of_the_kv_cache_that_is_used(text: bytes, share: float | None) -> None:
     assert cache_usage(text) == share
+
+
+@pytest.mark.parametrize(
+    ("text", "moved"),
+    [
+        (b'vllm:nixl_bytes_transferred_sum{engine="0",model_name="m"} 1024.0\n', (1024.0, None, None)),
+        (b'\nvllm:nixl_bytes_transferred_sum{a="0"} 1\nvllm:nixl_bytes_transferred_sum{a="1"} 2', (3, None, None)),
+        (b'sglang:kv_transfer_total_mb_sum{tp_rank="0"} 1.5 1700000000\n', (1.5 * (1 << 20), None, None)),
+        (b"vllm:kvparams_bytes_loaded_total 7\nvllm:kvparams_bytes_saved_total 0\n", (None, 7, 0)),
+        (b"reference_engine:kv_bytes_loaded_total 1e+06\n", (None, 1e6, None)),
+        (b"", None),
+        (b"# vllm:nixl_bytes_transferred_sum 3\nvllm:nixl_bytes_transferred_sum_x 3\n", None),
+        (b"vllm:nixl_bytes_transferred_sum -1\nvllm:kvparams_bytes_loaded_total nan\n", None),
+        (b"vllm:nixl_bytes_transferred_sum 1e300\nvllm:kvparams_bytes_loaded_total inf\n", None),
+        (b"vllm:nixl_bytes_transferred_sum{" + b"x" * 5000 + b"} 0.5\n", None),
+        (b"vllm:nixl_bytes_transferred_sum{} " + b"1" * 5000 + b"\n", None),
+    ],
+)
+def test_the_kv_bytes_that_an_engine_has_moved(text: bytes, moved: tuple[float | None, ...] | None) -> None:
+    assert moved_bytes(text) == moved
+
+
+NAMES = (b"vllm:nixl_bytes_transferred_sum", b"reference_engine:kv_bytes_saved_total")
+
+
+@given(st.binary(max_size=300), st.sampled_from(NAMES))
+def test_any_bytes_have_moved_bytes_or_none(text: bytes, name: bytes) -> None:
+    moved = moved_bytes(b"\n" + name + text)
+    assert moved is None or all(each is None or 0 <= each <= 1e18 for each in moved)
+
+
+@given(st.lists(st.integers(0, 1 << 40), max_size=20))
+def test_the_samples_of_all_ranks_are_added_up(values: list[int]) -> None:
+    lines = [b'vllm:kvparams_bytes_loaded_total{engine="%d"} %d\n' % pair for pair in enumerate(values)]
+    assert moved_bytes(b"".join(lines)) == (MovedBytes(None, sum(values), None) if values else None)
+    assert parse_moved_bytes(b"".join(lines)) == {
+        str(rank): MovedBytes(None, value, None) for rank, value in enumerate(values)
+    }
+
+
+@pytest.mark.parametrize("name", [*NAMES, b"vllm:kv_cache_usage_perc"])
+@pytest.mark.parametrize("rest", [b"", b" 1", b"{" + b"}" * 4000 + b" 1\n", b"{" + b"}" * 1000 + b"\n", b"\n\n"])
+def test_hostile_samples_take_no_longer_than_an_event_loop_can_bear(name: bytes, rest: bytes) -> None:
+    text = (name + rest) * ((1 << 20) // len(name + rest))
+    shortest = 1.0
+    for _ in range(3):
+        began = time.process_time()
+        parse_cache_usages(text)
+        parse_moved_bytes(text)
+        shortest = min(shortest, time.process_time() - began)
+    assert shortest < 0.02

@@ -1,6 +1,6 @@
 """Tests that a snapshot adds up what workers know, and that its rates are those of what came in between."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ def engine(id: str = "d0", **changes: Any) -> EngineFacts:
     facts = EngineFacts(
         *(id, id, "decode", "east", "nixl", "", "ready", "closed", 1, 10, 0, 0, 0.0, 5, 100, 50, 20, 10, 0.5),
         *(None, None, None),
+        *(None, None, None, "it answers probes", 0.0),
     )
     return facts._replace(**changes)
 
@@ -70,8 +71,24 @@ def part(worker: int = 0, **changes: Any) -> dict[str, object]:
     return {**whole, **changes}
 
 
+class Builder:
+    """Builds at once what `SnapshotBuilder` builds in steps."""
+
+    def __init__(self) -> None:
+        self.builder = SnapshotBuilder("1")
+        self.forget = self.builder.forget
+
+    def build(self, parts: Sequence[Mapping[str, object]], now_s: float, epoch_s: float) -> Snapshot:
+        steps = self.builder.build(parts, now_s, epoch_s)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+
+
 def build(*parts: Mapping[str, object]) -> Snapshot:
-    return SnapshotBuilder("1").build(parts, 100.0, 1e9)
+    return Builder().build(parts, 100.0, 1e9)
 
 
 def test_counts_of_workers_are_added_and_those_of_exited_workers_too() -> None:
@@ -89,7 +106,7 @@ def test_counts_of_workers_are_added_and_those_of_exited_workers_too() -> None:
 
 def test_no_rate_is_negative_after_a_worker_was_replaced() -> None:
     legs = 'kvparams_proxy_legs_total{instance="d0",role="decode"}'
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     builder.build([part(1), part(2)], 100.0, 1e9)
     found = builder.build([part(1), {ENDED_WORKERS: {legs: 5.0}}], 105.0, 1e9)
     (row,) = found["engines"]
@@ -104,7 +121,7 @@ def test_the_worst_state_that_a_worker_sees_is_shown() -> None:
 
 
 def test_rates_are_none_at_first_and_then_those_of_what_came_in_between() -> None:
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     first = builder.build([part()], 100.0, 1e9)
     assert first["rates"] == {OK: None}
     assert first["engines"][0].legs_per_s is None
@@ -118,7 +135,7 @@ def test_rates_are_none_at_first_and_then_those_of_what_came_in_between() -> Non
 
 
 def test_a_counter_that_went_back_has_no_rate() -> None:
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     builder.build([part()], 100.0, 1e9)
     found = builder.build([part(counters={OK: 3.0}, engines=[engine(legs=1)])], 101.0, 1e9)
     assert found["rates"] == {OK: None}
@@ -126,7 +143,7 @@ def test_a_counter_that_went_back_has_no_rate() -> None:
 
 
 def test_rates_look_back_some_seconds_and_not_further() -> None:
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     counts = [1000.0 if second < 30 else 1000.0 + second for second in range(60)]
     found = [builder.build([part(counters={OK: count})], float(n), 1e9) for n, count in enumerate(counts)]
     assert found[-1]["rates"][OK] == pytest.approx(1.0)
@@ -163,7 +180,7 @@ def test_a_store_is_as_well_as_what_was_found_there(expected: int, confirmed: in
 
 
 def test_flows_are_shares_of_the_rate_of_decode_legs() -> None:
-    builder = SnapshotBuilder("1")
+    builder = Builder()
     flows = [["east", "west", 3, 300], ["east", "east", 1, 50]]
     assert builder.build([part(flows=flows)], 100.0, 1e9)["flows"][0]["per_s"] is None
     found = builder.build([part(flows=flows, engines=[engine(legs=13)])], 102.0, 1e9)
@@ -234,3 +251,48 @@ def test_quantiles_are_those_of_prometheus() -> None:
     assert quantile(family, 0.5, {}) is None
     above = {f'{family}_bucket{{le="0.1"}}': 0.0, f'{family}_bucket{{le="+Inf"}}': 4.0}
     assert quantile(family, 0.5, above) == 0.1
+
+
+def test_bytes_of_engines_are_rates_and_none_where_the_engine_does_not_say() -> None:
+    builder = Builder()
+    builder.build([part(engines=[engine(transferred=100.0, loaded=5.0)])], 100.0, 1e9)
+    found = builder.build([part(engines=[engine(transferred=1100.0, loaded=4.0)])], 102.0, 1e9)
+    (row,) = found["engines"]
+    assert (row.transfer_bytes_per_s, row.load_bytes_per_s, row.save_bytes_per_s) == (500.0, None, None)
+    assert row.legs_per_s == 0.0  # an engine that has restarted costs only the rate of its own counter
+
+
+def test_two_workers_that_read_the_same_counter_do_not_count_it_twice() -> None:
+    builder = Builder()
+    for at_s, one, other in ((100.0, 100.0, 90.0), (101.0, 150.0, 180.0)):
+        both = [part(1, engines=[engine(transferred=one)]), part(2, engines=[engine(transferred=other)])]
+        (row,) = builder.build(both, at_s, 1e9)["engines"]
+    assert row.transfer_bytes_per_s == 80.0
+
+
+def test_bytes_are_divided_among_the_ways_to_a_group() -> None:
+    ways = [["east", "east", 3, 300], ["west", "east", 1, 100], ["west", "west", 1, 50]]
+    builder = Builder()
+    for at_s, moved in ((100.0, 0.0), (110.0, 4000.0)):
+        engines = [
+            engine("d0", transferred=moved),
+            engine("d1", group="west"),
+            engine("p1", role="prefill", group="west", transferred=moved / 4),
+        ]
+        found = builder.build([part(engines=engines, flows=ways)], at_s, 1e9)
+    rates = {(way["from"], way["to"]): way["bytes_per_s"] for way in found["flows"]}
+    pushed = 100.0 / 3
+    assert rates == {
+        ("east", "east"): 300.0,
+        ("west", "east"): pytest.approx(100.0 + 2 * pushed, abs=0.01),
+        ("west", "west"): pytest.approx(pushed, abs=0.01),
+    }
+    unknown = build(part(flows=ways))["flows"]
+    assert {way["bytes_per_s"] for way in unknown} == {None}
+
+
+def test_the_reason_is_that_of_the_worst_state() -> None:
+    bad = engine(state="not_ready", reason="no connection to the engine (refused)", since=7.0)
+    for parts in ((part(1), part(2, engines=[bad])), (part(1, engines=[bad]), part(2))):
+        (row,) = build(*parts)["engines"]
+        assert (row.reason, row.since) == (bad.reason, 7.0)

@@ -115,7 +115,7 @@ async def test_the_metrics_of_all_workers_come_from_the_supervisor(supervisor: S
 async def test_a_supervisor_that_does_not_answer_is_not_waited_for(
     supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_link, "_SCRAPE_S", 0.01)
+    monkeypatch.setattr(worker_link, "_ANSWER_S", 0.01)
     with pytest.raises(ProxyError) as caught:
         await supervisor.link.scrape("")
     assert (caught.value.status, caught.value.code) == (503, "metrics_timeout")
