@@ -179,7 +179,7 @@ def _samples(text: bytes | bytearray, name: bytes) -> Iterator[tuple[str, float]
         except (IndexError, ValueError):
             continue
         if 0.0 <= value < inf:
-            rank = _RANK.search(rest, 1) if labels else None
+            rank = _RANK.search(rest[1:]) if labels else None
             yield "" if rank is None else rank[1].decode("utf-8", "replace"), value
 
 
