@@ -19,6 +19,7 @@ import torch
 from demo.processes import Processes, Server, free_port
 from kvparams.dialects.interface import HandoffMissing
 from kvparams.dialects.mooncake import MOONCAKE
+from kvparams.instances import DataParallelRank
 from tests.interop.vllm.engines import CALM, PATIENCE_S, complete, counters, until
 from tests.interop.vllm.own_connectors import Alone, Own, Pair, check, external, installed, mooncake, start_pair
 from tests.interop.vllm.traffic import answers, mixed
@@ -41,9 +42,13 @@ def test_its_own_bootstrap_server_says_what_the_dialect_reads() -> None:
         assert httpx.post(f"{url}/register", json=worker).json() == {"status": "ok"}
         place = MOONCAKE.bootstrap.parse_info(url, httpx.get(url + MOONCAKE.bootstrap.path).json())
         assert place == {"remote_engine_id": "P", "remote_bootstrap_addr": url}
-        assert httpx.post(f"{url}/register", json={**worker, "dp_rank": 1}).status_code == 200
+        second = {**worker, "dp_rank": 1, "engine_id": "P_dp1"}
+        assert httpx.post(f"{url}/register", json=second).status_code == 200
+        answer = httpx.get(url + MOONCAKE.bootstrap.path).json()
         with pytest.raises(HandoffMissing, match="2 data-parallel ranks"):
-            MOONCAKE.bootstrap.parse_info(url, httpx.get(url + MOONCAKE.bootstrap.path).json())
+            MOONCAKE.bootstrap.parse_info(url, answer)
+        place = MOONCAKE.bootstrap.parse_info(url, answer, DataParallelRank(1, 2))
+        assert place == {"remote_engine_id": "P_dp1", "remote_bootstrap_addr": url}
     finally:
         server.shutdown()
 
