@@ -130,7 +130,7 @@ async def test_a_viewer_sees_no_address_and_has_no_buttons(chromium: Chromium) -
         assert "token" not in watched.page.url  # the link's token does not stay in the address bar
 
 
-async def test_an_admin_drains_and_adds_an_engine_after_a_question(chromium: Chromium) -> None:
+async def test_an_admin_drains_adds_and_removes_an_engine_after_a_question(chromium: Chromium) -> None:
     async with fleet() as proxy, browsing(chromium) as watched:
         await watched.open(proxy.port, ADMIN)
         page = watched.page
@@ -150,6 +150,12 @@ async def test_an_admin_drains_and_adds_an_engine_after_a_question(chromium: Chr
         await page.fill("#field-connector", "nixl")
         await page.click("dialog button >> text=Add")
         await page.wait_for_selector("tr:has-text('late')")
+        await page.click("#engines-body .link >> text=late")
+        await page.click("dialog >> text=Remove…")
+        assert await page.locator("tr:has-text('late')").count() == 1  # it only asks
+        await page.click("dialog button >> text=Remove")
+        await page.wait_for_selector("tr:has-text('late')", state="detached")
+        assert 'instance="late"' not in (await proxy.client.get("/metrics")).text
         await page.click("text=Switch mode")
         await page.select_option("#field-mode", "aggregated")
         await page.click("dialog >> text=Go on")
