@@ -118,7 +118,7 @@ function drawGraph(picture, width) {
     edge(edges, labels, clients, group, group.rate, most, group.role === "encode" ? `${rate(group.rate)}/s` : `${rate(group.rate)}/s · ${rate(group.promptTokens)} tok/s`, picture.prefill.length <= LABELED);
     if (group.role === "aggregated") edge(edges, labels, group, answers, group.rate, most, `${rate(group.answerTokens)} tok/s`);
   }
-  for (const flow of picture.flows) edge(edges, labels, flow.source, flow.target, flow.rate, most, flowText(flow), picture.flows.length <= 9);
+  for (const flow of picture.flows) edge(edges, labels, flow.source, flow.target, flow.rate || (flow.bytes ? Number.EPSILON : 0), most, flowText(flow), picture.flows.length <= 9);
   for (const group of picture.decode) edge(edges, labels, group, answers, group.rate, most, `${rate(group.answerTokens)} tok/s`, picture.decode.length <= LABELED);
   stores.forEach((store, place) => {
     const x = (places.prefill + places.decode) / 2 + (place - (stores.length - 1) / 2) * (nodeWidth + GAP);
