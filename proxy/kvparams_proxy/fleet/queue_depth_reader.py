@@ -52,7 +52,7 @@ _TIMEOUT_S: Final = 1.0
 _ABSENT_S: Final = 60.0
 """The interval for an engine that has no metrics, or none that can be read."""
 _MAX_BYTES: Final = 1 << 20
-T = TypeVar("T", int, float)
+T = TypeVar("T")
 _log: Final = logging.getLogger(__name__)
 
 
