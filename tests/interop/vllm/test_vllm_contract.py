@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -220,10 +221,9 @@ print(KVConnectorFactory.get_connector_class_by_name("KVParamsConnector").__modu
 @pytest.mark.skipif(is_earlier(), reason="of 0.32")
 def test_what_an_encode_engine_says_reaches_the_connector_of_the_engine_of_the_prompt() -> None:
     """In the form of ECCPUConnector, which runs on no CPU: it needs vLLM's V2 model runner, and that needs Triton."""
-    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
-
+    chats: Any = import_module("vllm.entrypoints.openai.chat_completion.protocol")
+    responses: Any = import_module("vllm.entrypoints.openai.responses.protocol")
+    agents: Any = import_module("vllm.entrypoints.anthropic.protocol")
     said: dict[str, Any] = {
         "5e" * 32: {
             "item_indices": [0],
@@ -236,12 +236,12 @@ def test_what_an_encode_engine_says_reaches_the_connector_of_the_engine_of_the_p
     }
     told = {"model": "m", "ec_transfer_params": json.loads(write_encodings(said))}
     messages = [{"role": "user", "content": "Who?"}]
-    chat = ChatCompletionRequest.model_validate({**told, "messages": messages})
-    response = ResponsesRequest.model_validate({**told, "input": "Who?"})
+    chat = chats.ChatCompletionRequest.model_validate({**told, "messages": messages})
+    response = responses.ResponsesRequest.model_validate({**told, "input": "Who?"})
     for params in (chat.to_sampling_params(1, {}), response.to_sampling_params(1, {})):
         assert params.extra_args is not None
         assert params.extra_args["ec_transfer_params"] == said
-    message = AnthropicMessagesRequest.model_validate({**told, "messages": messages, "max_tokens": 1})
+    message = agents.AnthropicMessagesRequest.model_validate({**told, "messages": messages, "max_tokens": 1})
     assert message.ec_transfer_params == said
-    for answer in (ChatCompletionResponse, ResponsesResponse):
+    for answer in (chats.ChatCompletionResponse, responses.ResponsesResponse):
         assert "ec_transfer_params" in answer.model_fields
