@@ -1,12 +1,15 @@
 """Checks that the installed vLLM is what `interface.py` and `connector.py` state; another one fails here, by name."""
 
 import inspect
+import json
 import subprocess
 import sys
+from importlib import import_module
 from typing import Any
 
 import pytest
 
+from kvparams.dialects.ec import write_encodings
 from kvparams_connectors.engines.vllm.transfer_specs import NULL_BLOCK
 from tests.interop.vllm.version import is_earlier
 
@@ -213,3 +216,32 @@ print(KVConnectorFactory.get_connector_class_by_name("KVParamsConnector").__modu
 """
     run = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=200)
     assert run.stdout.splitlines()[-1:] == ["kvparams_connectors.engines.vllm.connector"], run.stderr
+
+
+@pytest.mark.skipif(is_earlier(), reason="of 0.32")
+def test_what_an_encode_engine_says_reaches_the_connector_of_the_engine_of_the_prompt() -> None:
+    """In the form of ECCPUConnector, which runs on no CPU: it needs vLLM's V2 model runner, and that needs Triton."""
+    chats: Any = import_module("vllm.entrypoints.openai.chat_completion.protocol")
+    responses: Any = import_module("vllm.entrypoints.openai.responses.protocol")
+    agents: Any = import_module("vllm.entrypoints.anthropic.protocol")
+    said: dict[str, Any] = {
+        "5e" * 32: {
+            "item_indices": [0],
+            "metadata": {},
+            "peer_host": "10.0.0.5",
+            "peer_port": 5601,
+            "size_bytes": 16_384,
+            "shape": [16, 256],
+        }
+    }
+    told = {"model": "m", "ec_transfer_params": json.loads(write_encodings(said))}
+    messages = [{"role": "user", "content": "Who?"}]
+    chat = chats.ChatCompletionRequest.model_validate({**told, "messages": messages})
+    response = responses.ResponsesRequest.model_validate({**told, "input": "Who?"})
+    for params in (chat.to_sampling_params(1, {}), response.to_sampling_params(1, {})):
+        assert params.extra_args is not None
+        assert params.extra_args["ec_transfer_params"] == said
+    message = agents.AnthropicMessagesRequest.model_validate({**told, "messages": messages, "max_tokens": 1})
+    assert message.ec_transfer_params == said
+    for answer in (chats.ChatCompletionResponse, responses.ResponsesResponse):
+        assert "ec_transfer_params" in answer.model_fields
