@@ -223,7 +223,9 @@ async def _serve(
     print(f"  proxy log:  {fleet.proxy.log}")
     broken = fleet.decode[-1]
     print(f"  break it:   kill {broken.process.pid}  # {broken.name}")
-    print(f"  mend it:    {shlex.join(broken.command)}\n" if broken.command else "")
+    shown = [redact_url(each) if "://" in each else each for each in broken.command]
+    is_whole = shown and tuple(shown) == broken.command  # else it has a secret
+    print(f"  mend it:    {shlex.join(shown)}\n" if is_whole else "")
     display.step("Ctrl-C stops everything")
     if traffic_per_s > 0:
         display.step(f"light traffic: {traffic_per_s:g} requests per second (--traffic 0 turns it off)")

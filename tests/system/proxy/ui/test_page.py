@@ -6,7 +6,6 @@ With `KVPARAMS_SCREENSHOTS=docs/images` the pictures of the documentation are ma
 import asyncio
 import os
 import re
-import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -114,42 +113,6 @@ async def test_the_numbers_are_those_of_metrics(chromium: Chromium) -> None:
         assert number(count) == await proxy.metric("kvparams_proxy_time_to_first_byte_seconds_count") == 6
         error = await watched.text("#errors-body li .count")
         assert number(error) == await proxy.metric('kvparams_proxy_refusals_total{status="400"}')
-        assert watched.problems == []
-
-
-async def test_arrows_show_rates_tokens_and_the_bytes_that_engines_count(
-    chromium: Chromium, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = live_page.collect_part
-    began_s = time.monotonic()
-    says = True
-
-    def moving(sources: Any) -> WorkerPart:
-        """Each decode engine fetches a mebibyte each second."""
-        part = real(sources)
-        moved = {"decode": (time.monotonic() - began_s) * (1 << 20), "prefill": 0.0} if says else {}
-        part["engines"] = [each._replace(transferred=moved.get(each.role)) for each in part["engines"]]
-        return part
-
-    monkeypatch.setattr(live_page, "collect_part", moving)
-    async with fleet(groups=1) as proxy, browsing(chromium, width=1440) as watched:
-        for _ in range(4):
-            await ask(proxy)
-        await watched.open(proxy.port, VIEWER)
-
-        async def label() -> str:
-            """Returns what stands at the arrow between the groups, for those who do not see it."""
-            rows = await watched.page.locator("#flow-body tr", has_text="rack-00").all_inner_texts()
-            return next((row for row in rows if row.count("rack-00") == 2), "")
-
-        async def is_shown(wanted: str) -> bool:
-            return re.search(wanted, await label()) is not None
-
-        await until(lambda: is_shown(r"\d\t[\d,.]+\t(1\.[89]|2\.[0-3]) MiB"))  # of two engines
-        assert await watched.page.locator("#flow-body .rate", has_text="MiB/s").count() == 1
-        says = False
-        await until(lambda: is_shown(r"\d\t[\d,.]+\t\u2013"))  # unknown is not nought
-        assert await watched.page.locator("#flow-body .rate", has_text="MiB/s").count() == 0
         assert watched.problems == []
 
 
