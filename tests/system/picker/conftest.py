@@ -13,6 +13,7 @@ import uvloop
 from tests.support.gateway import Gateway, Picker, start_envoy, start_picker
 from tests.support.processes import Processes
 from tests.support.recording_engine import RecordingEngine
+from tests.support.waiting import until
 
 AGGREGATED = ("--mode", "aggregated", "--policy", "cache_aware", "--tokenizer", "bytes", "--probe", "0.2")
 
@@ -83,7 +84,13 @@ async def start_site(
         gateway = await asyncio.to_thread(start_envoy, processes, tmp_path, "envoy", picker.grpc_port, ports, change)
         client = httpx.AsyncClient(base_url=gateway.url, trust_env=False, timeout=20.0)
         clients.append(client)
-        return Site(engines, picker, gateway, client)
+        site = Site(engines, picker, gateway, client)
+
+        async def all_are_ready() -> bool:
+            return await site.metric('kvparams_proxy_instances{role="aggregated",state="ready"}') == len(engines)
+
+        await until(all_are_ready)
+        return site
 
     yield start
     for client in clients:
