@@ -145,7 +145,7 @@ async def test_what_the_engine_has_beyond_our_legs_counts_as_load() -> None:
         (WHOLE % (12, b"up 1\nvllm: 1"), None),
         (WHOLE % (30, b"vllm:num_requests_running NaN\n"), "refused"),
         (WHOLE % (29, b"vllm:num_requests_running -1\n"), "refused"),
-        (WHOLE % (1 << 21, b"x" * (1 << 21)), "failed"),
+        (WHOLE % ((2 << 20) + 1, b"x" * ((2 << 20) + 1)), "failed"),
         (b"\x00\x01\x02", "failed"),
     ],
     ids=["none", "others", "not a number", "negative", "too long", "no HTTP"],
