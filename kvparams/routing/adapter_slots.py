@@ -119,8 +119,9 @@ class AdapterSlots:
     def _evict(self) -> None:
         """Evicts the least recently used adapters that no leg needs, and others only where all are needed."""
         while len(self._loaded) > self._capacity:
-            evicted = next(iter(self._idle), self.newest)
-            if evicted == self.newest:  # no other one is idle
+            newest = next(reversed(self._loaded))
+            evicted = next(iter(self._idle), newest)
+            if evicted == newest:  # no other one is idle
                 evicted = next(iter(self._loaded))
             self._idle.pop(evicted, None)
             del self._loaded[evicted]

@@ -94,8 +94,8 @@ class Fleet(FleetMembers):
             member = self._earlier.release(instance)
         elif member.in_flight == member.elsewhere + member.foreign:
             raise ValueError(f"{instance.id} is released more often than it was acquired")
-        elif member.adapter_slots is not None and facts.model is not None:
-            member.adapter_slots.end(facts.model)
+        elif member.adapter_slots is not None:
+            self._roles[instance.role].adapter_legs.end(member, facts.model)
         member.in_flight -= 1
         member.tokens -= facts.prompt_tokens
         if self.sharing is not None:
@@ -380,4 +380,4 @@ class Fleet(FleetMembers):
 
     def adapter_legs(self, role: Role, *, loaded: bool) -> int:
         """Returns how many legs for LoRA adapters went to instances that should have had theirs loaded, or not."""
-        return self._roles[role].adapter_legs[loaded]
+        return self._roles[role].adapter_legs.counts[loaded]
