@@ -75,7 +75,7 @@ class PrefillLoadsAdapter(NamedTuple):
 
 
 class AdapterUsed(NamedTuple):
-    """A leg of the sender uses a LoRA adapter on an engine, which has it loaded from then on."""
+    """A LoRA adapter is the one that an engine used last, as the sender believes: it is loaded from then on."""
 
     engine: int
     adapter: str

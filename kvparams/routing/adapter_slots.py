@@ -23,12 +23,14 @@ class AdapterSlots:
     Invariant: never more than `capacity`.
     """
 
-    __slots__ = ("_capacity", "_loaded", "_running")
+    __slots__ = ("_capacity", "_idle", "_loaded", "_running")
 
     def __init__(self, capacity: int = DEFAULT_SLOTS) -> None:
         self._capacity = max(1, min(capacity, MAX_SLOTS))
         self._loaded = OrderedDict[str, None]()
         """The least recently used first."""
+        self._idle = OrderedDict[str, None]()
+        """Those of them without running legs, in the same order."""
         self._running = Counter[str]()
         """Legs that run, by adapter."""
 
@@ -36,6 +38,11 @@ class AdapterSlots:
     def capacity(self) -> int:
         """The number of slots."""
         return self._capacity
+
+    @property
+    def newest(self) -> str | None:
+        """The adapter that was used last; None if none is loaded."""
+        return next(reversed(self._loaded), None)
 
     @property
     def loaded(self) -> list[str]:
@@ -48,14 +55,13 @@ class AdapterSlots:
 
     def has_slot(self, adapter: str) -> bool:
         """Returns whether a leg for this adapter could run now: it is loaded, or a slot has no running legs."""
-        if adapter in self._loaded or len(self._loaded) < self._capacity:
-            return True
-        return not all(each in self._running for each in self._loaded)
+        return adapter in self._loaded or len(self._loaded) < self._capacity or bool(self._idle)
 
     def begin(self, adapter: str) -> bool:
         """A leg for this adapter is given to the engine. Returns whether the adapter was loaded already."""
         was_loaded = adapter in self._loaded
         self._running[adapter] += 1
+        self._idle.pop(adapter, None)
         self._use(adapter)
         return was_loaded
 
@@ -68,7 +74,7 @@ class AdapterSlots:
             return
         del self._running[adapter]
         if adapter in self._loaded:
-            self._loaded.move_to_end(adapter)
+            self._use(adapter)
 
     def record_loaded(self, adapters: Sequence[str]) -> None:
         """The engine has loaded these adapters, the last one most recently."""
@@ -94,20 +100,28 @@ class AdapterSlots:
         """These adapters are served no longer."""
         for adapter in adapters:
             self._loaded.pop(adapter, None)
+            self._idle.pop(adapter, None)
 
     def clear(self) -> None:
         """The engine has restarted: nothing is loaded and nothing runs."""
         self._loaded.clear()
+        self._idle.clear()
         self._running.clear()
 
     def _use(self, adapter: str) -> None:
         self._loaded[adapter] = None
         self._loaded.move_to_end(adapter)
+        if adapter not in self._running:
+            self._idle[adapter] = None
+            self._idle.move_to_end(adapter)
         self._evict()
 
     def _evict(self) -> None:
         """Evicts the least recently used adapters that no leg needs, and others only where all are needed."""
         while len(self._loaded) > self._capacity:
             newest = next(reversed(self._loaded))
-            idle = (each for each in self._loaded if each not in self._running and each != newest)
-            del self._loaded[next(idle, next(iter(self._loaded)))]
+            evicted = next(iter(self._idle), newest)
+            if evicted == newest:  # no other one is idle
+                evicted = next(iter(self._loaded))
+            self._idle.pop(evicted, None)
+            del self._loaded[evicted]

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, cast
 
+from kvparams.instances import Role
 from kvparams_proxy.cli.proxy_command import (
     add_engine_flags,
     add_fleet_flags,
@@ -17,6 +18,7 @@ from kvparams_proxy.cli.proxy_command import (
 )
 from kvparams_proxy.config.discovery_url import KubernetesSource, parse_discovery_url
 from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
 from kvparams_proxy.picker.objectives import parse_objectives
 from kvparams_proxy.picker.settings import PARTNER_DIALECTS, PartnerDialect, PickerSettings, PickerTLS
 
@@ -42,6 +44,10 @@ engine to the sidecar in a signed header; the sidecar has the same keys:
 docs/gateway.md has the configuration of Envoy. Over HTTP (--port) the picker serves /health, /metrics and /admin.
 """
 
+_SIDECAR_RANKS: Final = (
+    "a decode engine has `ranks`, and sidecars pass on no rank: the engine chooses one itself, and what is counted for "
+    "each rank is wrong; name the engine without `ranks`"
+)
 _PLAIN_KEYS: Final = (
     "the keys of engines go to the gateway in headers, over gRPC without TLS: add --grpc-certificate and --grpc-key "
     "unless nobody else can read or reach that port"
@@ -101,7 +107,8 @@ class PickerCommand:
             "--client-keys the keys have priorities instead",
         )
         engines = parser.add_argument_group("engines")
-        add_engine_flags(engines, "or of the sidecar in front of it")
+        ranks = "; not behind a sidecar, which passes on no rank"
+        add_engine_flags(engines, "or of the sidecar in front of it", ranks)
         add_fleet_flags(engines)
         add_option_flags(parser, without=("workers", "startup-check", "takeover"))
 
@@ -124,8 +131,7 @@ class PickerCommand:
                 "--partner-header llm-d, or --mode aggregated where every engine does both"
             )
         picker = replace(picker, pool=_pool(arguments.discover))
-        missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
-        notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
+        notes = engine_notes(needed, asked.entries)
         if picker.tls is None and any(entry.credential_sources.key_file is not None for entry in asked.entries):
             notes.append(_PLAIN_KEYS)
         asked = asked._replace(settings=replace(asked.settings, startup_check=False))  # sidecars check their engines
@@ -137,6 +143,15 @@ def _pool(discovered: Sequence[str]) -> KubernetesSource | None:
     """Returns the InferencePool among the sources of engines."""
     sources = [parse_discovery_url(text) for text in discovered]
     return next((each for each in sources if isinstance(each, KubernetesSource) and each.pool is not None), None)
+
+
+def engine_notes(needed: Sequence[Role], entries: Sequence[InstanceSpec]) -> list[str]:
+    """Returns what operators should know of their engines. `needed`: the roles of all modes."""
+    missing = [role for role in needed if not any(entry.role is role for entry in entries)]
+    notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
+    if len(needed) > 1 and any(entry.rank is not None and entry.role is Role.DECODE for entry in entries):
+        notes.append(_SIDECAR_RANKS)
+    return notes
 
 
 def _picker_settings(arguments: argparse.Namespace) -> PickerSettings | str:

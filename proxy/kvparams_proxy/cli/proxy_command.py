@@ -106,8 +106,8 @@ class ProxyCommand:
         return run_server("proxy", asked, notes, arguments=arguments)
 
 
-def add_engine_flags(group: "argparse._ArgumentGroup", url: str) -> None:  # pyright: ignore[reportPrivateUsage]
-    """Adds the flags that name engines. `url`: says more about the URL."""
+def add_engine_flags(group: "argparse._ArgumentGroup", url: str, ranks: str = "") -> None:  # pyright: ignore[reportPrivateUsage]
+    """Adds the flags that name engines. `url` and `ranks` say more about the URL, and about ranks behind it."""
     for role in Role:
         group.add_argument(
             f"--{role}",
@@ -116,7 +116,7 @@ def add_engine_flags(group: "argparse._ArgumentGroup", url: str) -> None:  # pyr
             metavar="[NAME=]URL",
             help=f"the URL of an engine with the role {role}, {url}; repeat the option for each engine (default names: "
             f"{role}-0, {role}-1, ...). With ?ranks=N at its end, each of N data-parallel ranks behind it is an engine "
-            "of its own",
+            f"of its own{ranks}",
         )
 
 

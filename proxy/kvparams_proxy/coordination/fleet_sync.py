@@ -253,19 +253,25 @@ class FleetSync:
         """See `ExchangeListener`."""
         yield from self.settings.snapshot()
         yield from self._queues.snapshot()
-        for key, member in list(self._names.members.items()):
-            slots = member.adapter_slots
-            yield from (AdapterUsed(key, adapter) for adapter in (() if slots is None else slots.loaded))
+        yield from self._loaded_adapters()
         if self._caches is not None:
             yield from self._caches.snapshot()
 
     def recent(self, seconds: float) -> Iterator[Entry | None]:
         """See `ExchangeListener`."""
         yield from self._queues.snapshot()
+        yield from self._loaded_adapters()
         if self._caches is not None:
             yield from self._caches.recent(seconds)
 
     # inside
+
+    def _loaded_adapters(self) -> Iterator[Entry | None]:
+        """Yields the adapters that engines should have loaded, each engine's last used one last."""
+        for key, member in list(self._names.members.items()):
+            if member.adapter_slots is not None:
+                yield from [AdapterUsed(key, adapter) for adapter in member.adapter_slots.loaded]
+                yield None
 
     def _apply_event(self, entry: EngineFailed | EngineRestarted) -> None:
         member = self._names.members.get(entry.engine)

@@ -14,7 +14,7 @@ from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.response_document import embedded_error
 
-__all__ = ["PublicError", "engine_error_response", "public_error", "reported_engine_error"]
+__all__ = ["PublicError", "engine_error_response", "is_model_missing", "public_error", "reported_engine_error"]
 
 _LIMITS: Final = JSONLimits(max_bytes=64 << 10, max_containers=1_000, max_strings=4_000)
 """Limits for an engine's error that is read; of a longer one the client learns the status."""
@@ -34,10 +34,34 @@ def engine_error_response(
     credentials, which are not the client's. Anything else is the engine's own trouble, of which the client learns only
     the status.
     """
+    return reported_engine_error(role, status, _error_object(raw), addresses, sent, own_key=own_key)
+
+
+def is_model_missing(status: int, raw: bytes, model: str) -> bool:
+    """Returns whether an engine's response is the one with which engines say that they do not know this model.
+
+    Sources: vLLM 0.32.0 `entrypoints/serve/engine/serving.py`; SGLang 0.5.23 `srt/lora/lora_registry.py`, which names
+    an adapter without its base model. A 404 for an endpoint that an engine lacks says something else.
+    """
+    if status not in (400, 404):
+        return False
+    error = _error_object(raw)
+    message, kind = error.get("message"), error.get("type")
+    if not isinstance(message, str):
+        return False
+    if status == 404:
+        said = f"The model `{model}` does not exist."
+        return kind == "NotFoundError" and (message == said or message.startswith(f"{said} Valid aliases: "))
+    adapter = model.split(":", 1)[-1]
+    return message.startswith(f"The following requested LoRA adapters are not loaded: {adapter}\nLoaded adapters: ")
+
+
+def _error_object(raw: bytes) -> Mapping[str, object]:
+    """Returns the error in a response, empty where it cannot be read."""
     document: Mapping[str, object] = {}
     with suppress(JSONTextError):
         document, _ = load_object(raw, _LIMITS)
-    return reported_engine_error(role, status, embedded_error(document) or document, addresses, sent, own_key=own_key)
+    return embedded_error(document) or document
 
 
 def reported_engine_error(

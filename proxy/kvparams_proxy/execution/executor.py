@@ -208,6 +208,8 @@ class Execution:
                     if self._avoid is None and self._ask_picker(self._resources.decode_picker, step):
                         return
                     avoid = avoid or self._avoid or ()  # once an engine has failed, the fleet chooses the next one
+                if self._context.without_model:
+                    avoid = (*avoid, *self._context.without_model)
                 try:
                     instance = self._resources.fleet.acquire(
                         step.role, self.facts, avoid, self, step.paired_with, step.prefer

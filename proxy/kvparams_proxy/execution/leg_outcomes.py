@@ -10,7 +10,7 @@ from kvparams.instances import Instance
 from kvparams.routing.plan import LegFailed, StreamProgress
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
-from kvparams_proxy.execution.engine_errors import engine_error_response, reported_engine_error
+from kvparams_proxy.execution.engine_errors import engine_error_response, is_model_missing, reported_engine_error
 from kvparams_proxy.upstream.types import (
     ResponseHead,
     UpstreamError,
@@ -25,9 +25,6 @@ _RETRY_S: Final = 1
 """After which it is worth asking again where an engine was busy or gone, and has not said when."""
 _LONGEST_RETRY_S: Final = 60
 """What an engine may say; the proxy's own queues say no more either."""
-_MODEL_MISSING: Final = {404: b" does not exist", 400: b"LoRA adapters are not loaded"}
-"""By status, how vLLM 0.32.0 (`entrypoints/serve/engine/serving.py`) and SGLang 0.5.23 (`srt/lora/lora_registry.py`)
-say that a model is missing. A 404 for an endpoint that an engine lacks says something else."""
 _SECONDS: Final = re.compile(rb"[0-9]{1,18}")
 
 
@@ -72,11 +69,12 @@ class LegEnd(NamedTuple):
             return code if type(code) is int else 500
         return 0
 
-    @property
-    def model_missing(self) -> bool:
-        """True if the engine says that it does not know the model, or the LoRA adapter."""
-        said = _MODEL_MISSING.get(self.status)
-        return said is not None and said in self.raw
+    def says_model_missing(self, model: str) -> bool:
+        """Returns whether the engine seems to say that it does not know this model, or LoRA adapter.
+
+        That is no evidence: engines repeat a client's input when they refuse it.
+        """
+        return self.error is None and is_model_missing(self.head.status, self.raw, model)
 
     @property
     def kv_untouched(self) -> bool:
@@ -120,7 +118,7 @@ def classify_leg_outcome(
         body: the client's own request: what stands in it is no secret.
         begun: whether the client has a part of the answer.
         sent: from where another engine could go on with the answer, where one could.
-        others_serve: whether the engine does not know the model any more (`LegEnd.model_missing`), and others do.
+        others_serve: whether the engine seems to know the model no more (`LegEnd.says_model_missing`), and others may.
     """
     head, error = end.head, end.error
     if error is None and head.status == 200:

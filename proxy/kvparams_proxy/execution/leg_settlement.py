@@ -185,9 +185,9 @@ class LegSettlement:
             return None
         begun = context.life.answering
         sent = recorder.progress() if recorder is not None and begun else None
-        others_serve = end.model_missing and resources.fleet.record_model_missing(
-            leg.instance, context.account.facts.model
-        )
+        model = context.account.facts.model
+        is_missing = model is not None and end.says_model_missing(model)
+        others_serve = context.record_missing_model(leg.instance) if is_missing else False
         outcome = classify_leg_outcome(
             end,
             resources.engine_addresses,

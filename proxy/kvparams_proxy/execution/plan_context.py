@@ -27,6 +27,8 @@ from kvparams_proxy.upstream.types import ResponseSink
 __all__ = ["PlanContext"]
 
 _log: Final = logging.getLogger(__name__)
+_MOST_MISSING: Final = 16
+"""Engines that are asked for an adapter that they have lost, in one request."""
 _TOOLS: Final = ("tools", "tool_choice")
 """Members of a chat that change its text alone. vLLM refuses them on an engine without a parser of tool calls."""
 
@@ -36,6 +38,8 @@ class PlanContext:
 
     __slots__ = (
         "_attempts",
+        "_is_owed",
+        "_missing_legs",
         "_resources",
         "_weighs",
         "account",
@@ -47,6 +51,7 @@ class PlanContext:
         "kv_producer",
         "leg_headers",
         "life",
+        "without_model",
     )
 
     def __init__(
@@ -77,6 +82,12 @@ class PlanContext:
         self.life = life
         self.account = account
         self._attempts = 0
+        self._is_owed = False
+        """Whether the next attempt does not count as a retry."""
+        self._missing_legs = 0
+        """Legs whose engines have said that they do not know the adapter."""
+        self.without_model: tuple[str, ...] = ()
+        """The ids of those engines, with all their ranks: they are asked again only where there is nobody else."""
         self._weighs = False
         """Whether its plan looks at what is cached."""
         self.leg_headers = b"x-request-id: " + inbound.facts.request_id.encode() + b"\r\n" + upstream_headers
@@ -149,7 +160,7 @@ class PlanContext:
 
     def should_fail_over(self, instance: Instance, failed: Sequence[str]) -> bool:
         """See `ExecutionContext.should_fail_over`."""
-        return self._resources.fleet.should_fail_over(instance, self.inbound.facts, failed)
+        return self._resources.fleet.should_fail_over(instance, self.inbound.facts, (*failed, *self.without_model))
 
     def cached_tokens(self, role: Role) -> Mapping[str, int]:
         """See `ExecutionContext.cached_tokens`."""
@@ -164,8 +175,16 @@ class PlanContext:
             self._resources.fleet.record_decode(route[-1], self.inbound.facts, *said)
 
     def may_retry(self) -> bool:
-        """See `ExecutionContext.may_retry`. Settings limit retries per request and of all requests together."""
+        """See `ExecutionContext.may_retry`. Settings limit retries per request and of all requests together.
+
+        Another attempt after `record_missing_model` is none of these: nothing has been computed.
+        """
         metrics = self._resources.metrics
+        if self._is_owed:
+            self._is_owed = False
+            metrics.retries += 1
+            self.account.retries += 1
+            return True
         if self._attempts >= self._resources.settings.retries:
             metrics.retries_denied += 1
             return False
@@ -176,6 +195,19 @@ class PlanContext:
         metrics.retries += 1
         self.account.retries += 1
         return True
+
+    def record_missing_model(self, instance: Instance) -> bool:
+        """Records that an engine seems not to know the request's LoRA adapter.
+
+        Returns whether another engine is asked. Each is asked once, and no more than `_MOST_MISSING`.
+        """
+        fleet, model = self._resources.fleet, self.inbound.facts.model
+        lacking = fleet.check_adapter(instance, model)
+        self.without_model += lacking
+        self._missing_legs += 1
+        may_ask = bool(lacking) and self._missing_legs < _MOST_MISSING
+        self._is_owed = may_ask and fleet.has_candidates(instance.role, model, self.without_model)
+        return self._is_owed
 
     def next_transfer(self) -> str:
         """See `ExecutionContext.next_transfer`."""

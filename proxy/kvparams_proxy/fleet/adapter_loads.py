@@ -1,13 +1,15 @@
 """Tracks which LoRA adapters members serve and should have loaded, and tells policies what loading costs."""
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from typing import Final
 
 from kvparams.instances import RequestFacts, Role
 from kvparams.routing.adapter_metrics import AdapterMetrics
 from kvparams.routing.adapter_slots import AdapterSlots
 from kvparams_proxy.fleet.member import Member
 
-__all__ = ["begin_adapter_leg", "correct_slots", "record_adapters", "with_adapter_loads", "with_free_slots"]
+__all__ = ["AdapterLegs", "correct_slots", "record_adapters", "with_adapter_loads", "with_free_slots"]
 
 
 def record_adapters(member: Member, adapters: Collection[str]) -> None:
@@ -33,11 +35,37 @@ def correct_slots(member: Member, said: AdapterMetrics) -> None:
     member.adapter_slots.correct(said.slots, said.active if is_known else ())
 
 
-def begin_adapter_leg(member: Member, model: str | None) -> bool | None:
-    """A leg for a model is given to a member. Returns whether it should have the adapter loaded; None if it is none."""
-    if member.adapter_slots is None or model is None or model not in member.adapters:
-        return None
-    return member.adapter_slots.begin(model)
+class AdapterLegs:
+    """Tells members' slots of the legs of one role that are for LoRA adapters."""
+
+    def __init__(self) -> None:
+        self.counts: Final = Counter[bool]()
+        """Counts these legs, by whether their instance should have had the adapter loaded."""
+        self.on_used: Callable[[Member, str], None] | None = None
+        """Called where an adapter has become the one that a member used last: other proxies should know."""
+
+    def begin(self, member: Member, model: str | None) -> None:
+        """A leg for a model is given to a member. Does nothing if the model is no adapter."""
+        slots = member.adapter_slots
+        if slots is None or model is None or model not in member.adapters:
+            return
+        before = slots.newest
+        self.counts[slots.begin(model)] += 1
+        self._tell(member, model, before)
+
+    def end(self, member: Member, model: str | None) -> None:
+        """A leg for a model has ended at a member: its adapter was in use until now."""
+        slots = member.adapter_slots
+        if slots is None or model is None:
+            return
+        before = slots.newest
+        slots.end(model)
+        self._tell(member, model, before)
+
+    def _tell(self, member: Member, adapter: str, before: str | None) -> None:
+        slots = member.adapter_slots
+        if self.on_used is not None and slots is not None and slots.newest == adapter != before:
+            self.on_used(member, adapter)
 
 
 def with_adapter_loads(facts: RequestFacts, members: Iterable[Member]) -> RequestFacts:

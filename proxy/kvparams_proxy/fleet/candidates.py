@@ -59,9 +59,9 @@ class Candidates:
         """Returns whether candidates for this model are cached. False does not mean that there are none."""
         return model in self._candidates
 
-    def has_candidates(self, model: str | None) -> bool:
-        """Returns whether there are candidates that are not suspected."""
-        return any(member.available for member in self._find(model))
+    def has_candidates(self, model: str | None, avoid: Collection[str] = ()) -> bool:
+        """Returns whether there are candidates that are neither suspected nor to be avoided."""
+        return any(member.available and member.instance.id not in avoid for member in self._find(model))
 
     def pair_keys(self, model: str | None, avoid: Collection[str]) -> set[PairKey]:
         """Returns the pair keys of candidates that are neither suspected nor to be avoided."""

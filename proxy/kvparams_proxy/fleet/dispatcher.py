@@ -6,7 +6,6 @@ A leg gets an instance only when that has room. Until then it waits, and the ins
 the legs behind it.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from typing import TYPE_CHECKING, Final
@@ -16,7 +15,7 @@ from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerState
 from kvparams.routing.fair_queue import Ticket
 from kvparams.routing.pairing import PairKey
-from kvparams_proxy.fleet.adapter_loads import begin_adapter_leg, with_adapter_loads, with_free_slots
+from kvparams_proxy.fleet.adapter_loads import AdapterLegs, with_adapter_loads, with_free_slots
 from kvparams_proxy.fleet.candidates import Candidates
 from kvparams_proxy.fleet.leg_queue import LegQueue, LegWaiter, QueuedLeg, QueueObserver, RemoteLeg
 from kvparams_proxy.fleet.member import Member
@@ -58,11 +57,9 @@ class Dispatcher(Candidates):
         """Whether anybody ever waits here."""
         self.panic_legs = 0
         """Counts the legs that were given to suspected instances because no other could be given any."""
-        self.adapter_legs: Final = Counter[bool]()
-        """Counts the legs for LoRA adapters, by whether their instance should have had the adapter loaded."""
+        self.adapter_legs: Final = AdapterLegs()
         self.load_changed: Callable[[Member], None] | None = None
         """Told of members that were chosen, where other proxies should know."""
-        self.adapter_used: Callable[[Member, str], None] | None = None
         self.trial_began: Callable[[], None] = self.forget_candidates
         """Called when an instance is chosen for its trial; the fleet has all roles forget their candidates."""
         self._careful = False
@@ -172,7 +169,7 @@ class Dispatcher(Candidates):
         if self._prefixes is not None:
             self._turn += 1
             self._prefixes.choose(self._policy, [member], with_adapter_loads(facts, [member]), self._turn)
-        self._count_adapter(member, facts)
+        self.adapter_legs.begin(member, facts.model)
         self._count(member, facts)
         waiter.granted(member.instance)
 
@@ -239,7 +236,7 @@ class Dispatcher(Candidates):
             chosen = self._policy.choose(roomy, told, turn)
         else:
             chosen = self._prefixes.choose(self._policy, roomy, told, turn)
-        self._count_adapter(chosen, facts)
+        self.adapter_legs.begin(chosen, facts.model)
         self._count(chosen, facts)
         if chosen.breaker.state is not BreakerState.CLOSED:
             if chosen.breaker.allows_requests:
@@ -273,13 +270,6 @@ class Dispatcher(Candidates):
         chosen.tokens += facts.prompt_tokens
         if self.load_changed is not None:
             self.load_changed(chosen)
-
-    def _count_adapter(self, chosen: Member, facts: RequestFacts) -> None:
-        was_loaded = begin_adapter_leg(chosen, facts.model)
-        if was_loaded is not None:
-            self.adapter_legs[was_loaded] += 1
-            if self.adapter_used is not None:
-                self.adapter_used(chosen, facts.model or "")
 
     def _fits(self, member: Member, tokens: int) -> bool:
         """Returns whether a leg has room. Foreign legs alone leave room for one: engines may report legs that ended."""

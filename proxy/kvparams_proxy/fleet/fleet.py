@@ -11,7 +11,6 @@ from kvparams.dialects.interface import BootstrapInfo
 from kvparams.instances import Instance, RequestFacts, Role, ranks_key
 from kvparams.routing.pairing import PairTarget, pair_key
 from kvparams_proxy.errors import ProxyError
-from kvparams_proxy.fleet.adapter_loads import record_adapters
 from kvparams_proxy.fleet.fleet_members import LAST_LEG_ENDED, FleetMembers
 from kvparams_proxy.fleet.health import RoleHealth, health_by_role
 from kvparams_proxy.fleet.leg_queue import LegWaiter, QueueObserver, RemoteLeg
@@ -95,8 +94,8 @@ class Fleet(FleetMembers):
             member = self._earlier.release(instance)
         elif member.in_flight == member.elsewhere + member.foreign:
             raise ValueError(f"{instance.id} is released more often than it was acquired")
-        elif member.adapter_slots is not None and facts.model is not None:
-            member.adapter_slots.end(facts.model)
+        elif member.adapter_slots is not None:
+            self._roles[instance.role].adapter_legs.end(member, facts.model)
         member.in_flight -= 1
         member.tokens -= facts.prompt_tokens
         if self.sharing is not None:
@@ -190,19 +189,21 @@ class Fleet(FleetMembers):
             return [member]
         return [each for each in self._members.values() if each.ready and ranks_key(each.instance) == key]
 
-    def record_model_missing(self, instance: Instance, model: str | None) -> bool:
-        """Records that an engine does not know a LoRA adapter that it has listed: it was unloaded. A probe tells more.
+    def check_adapter(self, instance: Instance, model: str | None) -> tuple[str, ...]:
+        """Probes an engine that seems not to know a LoRA adapter that it has listed.
 
-        Returns whether it is such an adapter, and another instance of the role may be given work for it.
+        Only the probe decides whether the engine has lost it: what a leg was answered may be a client's own words.
+
+        Returns:
+            The ids of all ranks behind the engine's URL; nothing if the model is no adapter that it has listed.
         """
         member = self._members.get(instance.id)
         if member is None or member.instance is not instance or model is None or model not in member.adapters:
-            return False
-        record_adapters(member, member.adapters - {model})
-        member.models = (member.models or frozenset()) - {model}
-        self._changed(member, ChangeCause(Evidence.LEG, "it does not know an adapter that it has listed"))
-        self.probe(member)
-        return self.has_candidates(instance.role, model)
+            return ()
+        ranks = self._behind_one_url(member)
+        for each in ranks:
+            self.probe(each)
+        return tuple(each.instance.id for each in ranks)
 
     # what other proxies tell
 
@@ -291,9 +292,12 @@ class Fleet(FleetMembers):
         """Sets the roles without which requests are refused."""
         self.needed = roles
 
-    def has_candidates(self, role: Role, model: str | None) -> bool:
-        """Returns whether an instance of this role may be given work for this model, regardless of room."""
-        return self._roles[role].has_candidates(model)
+    def has_candidates(self, role: Role, model: str | None, avoid: Collection[str] = ()) -> bool:
+        """Returns whether an instance of this role may be given work for this model, regardless of room.
+
+        `avoid`: ids of instances that do not count.
+        """
+        return self._roles[role].has_candidates(model, avoid)
 
     def should_fail_over(self, instance: Instance, facts: RequestFacts, failed: Collection[str]) -> bool:
         """See `kvparams.routing.plan.ExecutionContext.should_fail_over`."""
@@ -376,4 +380,4 @@ class Fleet(FleetMembers):
 
     def adapter_legs(self, role: Role, *, loaded: bool) -> int:
         """Returns how many legs for LoRA adapters went to instances that should have had theirs loaded, or not."""
-        return self._roles[role].adapter_legs[loaded]
+        return self._roles[role].adapter_legs.counts[loaded]

@@ -50,7 +50,7 @@ class FleetSharing(Protocol):
         ...
 
     def adapter_used(self, member: Member, adapter: str) -> None:
-        """Hears that this proxy has given a leg for a LoRA adapter to an engine."""
+        """Hears that a leg of this proxy has made a LoRA adapter the one that an engine used last."""
         ...
 
     def engine_failed(self, member: Member, *, connected: bool, why: str) -> None:
@@ -206,7 +206,7 @@ class FleetMembers:
         self.sharing = sharing
         for dispatcher in self._roles.values():
             dispatcher.load_changed = sharing.load_changed
-            dispatcher.adapter_used = sharing.adapter_used
+            dispatcher.adapter_legs.on_used = sharing.adapter_used
 
     def add_listener(self, listener: FleetListener) -> None:
         """Adds a listener, which hears of every change from now on."""

@@ -246,11 +246,17 @@ class _MemberProbe:
             self._ask()
 
     def ask_now(self) -> None:
-        """Sends the next probe at once, unless one is under way."""
-        if self._exchange is None and self._reading is None:
+        """Sends the next probe at once, unless one is under way: of ranks with one server, for any of them."""
+        others = () if self._bootstrap is not None else self._ranks
+        if not (self.is_under_way or any(each.is_under_way for each in others)):
             if self._timer is not None:
                 self._timer.cancel()
             self._ask()
+
+    @property
+    def is_under_way(self) -> bool:
+        """True while a probe is sent, or its answer is read."""
+        return self._exchange is not None or self._reading is not None
 
     def end(self) -> None:
         """Ends the probes."""
@@ -320,7 +326,7 @@ class _MemberProbe:
 
     def _hear(self, said: ProbeResult) -> None:
         """Learns what the server has answered for another rank, and asks later than that rank."""
-        if self._exchange is not None or self._reading is not None:
+        if self.is_under_way:
             return
         ready, why, models, version, base, answers, adapters = said
         self._fleet.record_probe(self._member, ready, models, None, version, base, adapters, why=why, answers=answers)

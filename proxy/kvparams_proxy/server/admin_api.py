@@ -25,6 +25,7 @@ from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.member import Member
+from kvparams_proxy.fleet.registry.instance_spec import rank_id
 from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.requests.asgi_body import read_asgi_body
 from kvparams_proxy.requests.body import RequestBody
@@ -186,11 +187,13 @@ async def _change(registry: Registry, request: Request) -> Response:
 
 
 async def _remove(registry: Registry, request: Request) -> Response:
-    id = _id(registry, request)
-    _require_mine(registry, id, "remove it there, or drain it here")
-    registry.publish(ADMIN_SOURCE, [entry for entry in admin_specs(registry) if entry.id != id])
-    _shared(request).instance_removed(id)
-    return _answer(InstanceDeletedAnswer(id=id))
+    ids = _ids(registry, request)
+    for id in ids:
+        _require_mine(registry, id, "remove it there, or drain it here")
+    registry.publish(ADMIN_SOURCE, [entry for entry in admin_specs(registry) if entry.id not in ids])
+    for id in ids:
+        _shared(request).instance_removed(id)
+    return _answer(InstanceDeletedAnswer(id=request.path_params["id"]))
 
 
 async def _drain(registry: Registry, request: Request) -> Response:
@@ -202,10 +205,11 @@ async def _undrain(registry: Registry, request: Request) -> Response:
 
 
 def _set_drain(registry: Registry, request: Request, on: bool) -> Response:
-    id = _id(registry, request)
-    registry.drain(id, on)
-    _shared(request).drained(id, on)
-    return _instance(registry, request, id)
+    ids = _ids(registry, request)
+    for id in ids:
+        registry.drain(id, on)
+        _shared(request).drained(id, on)
+    return _instance(registry, request, ids[0])
 
 
 async def _drain_group(registry: Registry, request: Request) -> Response:
@@ -282,6 +286,18 @@ def _id(registry: Registry, request: Request) -> str:
     if id not in registry.owned:
         raise _unknown(id)
     return id
+
+
+def _ids(registry: Registry, request: Request) -> list[str]:
+    """Returns the id of an instance, or the ids of all ranks of an entry: it has none itself."""
+    id = cast("str", request.path_params["id"])
+    if id in registry.owned:
+        return [id]
+    specs = [owned.spec for owned in registry.owned.values()]
+    ids = [each.id for each in specs if each.rank is not None and each.id == rank_id(id, each.rank.number)]
+    if not ids:
+        raise _unknown(id)
+    return ids
 
 
 def _member(registry: Registry, id: str) -> Member:

@@ -71,8 +71,8 @@ def test_what_an_engine_says_of_its_adapters(model: Path, make_tiny: Callable[..
         assert _post(engine, "/v1/unload_lora_adapter", lora_name="b").status_code == 200
         assert _adapters(engine) == ["a"]
         refused = _post(engine, "/v1/completions", model="b", prompt=[300] * 8, max_tokens=1)
-        assert LegEnd(_INSTANCE, ResponseHead(refused.status_code), refused.content, None).model_missing
+        assert LegEnd(_INSTANCE, ResponseHead(refused.status_code), refused.content, None).says_model_missing("b")
         lacking = _post(engine, "/v1/no_such_endpoint", model="b")
         assert lacking.status_code == 404
-        assert not LegEnd(_INSTANCE, ResponseHead(404), lacking.content, None).model_missing  # the control
+        assert not LegEnd(_INSTANCE, ResponseHead(404), lacking.content, None).says_model_missing("b")  # the control
         assert json.loads(refused.content)["error"]["code"] == 404

@@ -63,10 +63,13 @@ class Actor:
         """Hears that a stream is about to break."""
         self.held: asyncio.Event | None = None
         """Where it is set, legs wait for it before they are answered."""
+        self.held_page: asyncio.Event | None = None
+        """Where it is set, pages wait for it."""
         self.pause_s = 0.0
         """Before each answer, and behind each event of a stream."""
         self.stalled: asyncio.Event | None = None
         """Where it is set, streams wait for it behind each event."""
+        self.refusal_status = b"404 Not Found"
         self.lease_ms: int | None = None
         """How long prefill says it keeps what it has computed."""
         self.bodies: list[bytes] = []
@@ -108,7 +111,7 @@ class Actor:
         return MODELS
 
     def refusal(self, asked: dict[str, Any]) -> bytes | None:
-        """Returns the body of the 404 with which it answers a leg, or None if it runs it."""
+        """Returns the body with which it refuses a leg with `refusal_status`, or None if it runs it."""
         return None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -117,7 +120,10 @@ class Actor:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 if head.startswith(b"GET"):
-                    writer.write(_whole(self.page(head.split(b" ")[1].decode())))
+                    page = self.page(head.split(b" ")[1].decode())
+                    if self.held_page is not None:
+                        await self.held_page.wait()
+                    writer.write(_whole(page))
                     continue
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                 body = await reader.readexactly(length)
@@ -147,7 +153,7 @@ class Actor:
         if self.pause_s:
             await asyncio.sleep(self.pause_s)
         if (refusal := self.refusal(asked)) is not None:
-            writer.write(_whole(refusal, b"404 Not Found"))
+            writer.write(_whole(refusal, self.refusal_status))
             return
         if asked.get("stream"):
             await self._stream(asked, writer)

@@ -23,18 +23,25 @@ class AdapterActor(Actor):
         """Requests for models that it does not serve."""
         self.by_model: list[str] = []
         """The models of the legs that it ran."""
+        self.probes = 0
+        self.echoes = False
+        """Whether it refuses legs with a `seed` that is a text, and repeats it."""
 
     def page(self, path: str) -> bytes:
         """See `Actor`."""
         if path == "/metrics":
             labels = f'max_lora="{self.slots}",waiting_lora_adapters="",running_lora_adapters=""'
             return f"vllm:num_requests_running 0\nvllm:lora_requests_info{{{labels}}} 1.0\n".encode()
+        self.probes += 1
         cards = [{"id": "stub"}, *({"id": each, "root": f"/{each}", "parent": "stub"} for each in self.adapters)]
         return json.dumps({"object": "list", "data": cards}).encode()
 
     def refusal(self, asked: dict[str, Any]) -> bytes | None:
         """See `Actor`."""
         model: str = asked["model"]
+        if self.echoes and isinstance(seed := asked.get("seed"), str):
+            error = {"message": seed, "type": "NotFoundError", "code": int(self.refusal_status[:3])}
+            return json.dumps({"error": error}).encode()
         if model == "stub":
             return None
         if model not in self.adapters:

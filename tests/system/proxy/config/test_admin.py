@@ -312,3 +312,25 @@ async def test_an_entry_with_ranks_adds_an_instance_for_each(start: StartAdmin) 
     await admin.refused("POST", "/instances", entry, 409)  # two of the three are there
     assert await admin.ids() == {"prefill-0", "decode-0", "p9-dp5", "p9-dp6"}
     assert (await admin.ask("GET", "/instances/prefill-0"))["rank"] is None  # the control
+
+
+async def test_the_id_of_an_entry_with_ranks_stands_for_all_of_them(start: StartAdmin) -> None:
+    _, admin = await start()
+    ids = ["p9-dp0", "p9-dp1", "p9-dp2"]
+    await admin.ask("POST", "/instances", {"id": "p9", "url": ELSEWHERE, "role": "prefill", "ranks": 3}, expect=201)
+    await admin.ask("POST", "/instances", {"id": "p9-dp3", "url": ELSEWHERE, "role": "decode"}, expect=201)
+
+    async def drained() -> list[str]:
+        return [each["id"] for each in (await admin.ask("GET", "/instances"))["data"] if each["draining"]]
+
+    answer = await admin.ask("POST", "/instances/p9/drain")
+    assert (answer["id"], answer["draining"]) == ("p9-dp0", True)
+    assert await drained() == ids
+    await admin.ask("POST", "/instances/p9-dp1/undrain")
+    assert await drained() == ["p9-dp0", "p9-dp2"]
+    await admin.ask("POST", "/instances/p9/undrain")
+    assert await drained() == []
+    await admin.refused("GET", "/instances/p9", expect=404)
+    assert (await admin.ask("DELETE", "/instances/p9"))["id"] == "p9"
+    assert await admin.ids() == {"prefill-0", "decode-0", "p9-dp3"}  # it only has such a name
+    await admin.refused("DELETE", "/instances/p9", expect=404)

@@ -103,6 +103,24 @@ async def test_what_it_says_of_adapters_corrects_the_slots() -> None:
         assert slots.loaded == ["c", "b"]
 
 
+@pytest.mark.parametrize("samples", [10_000, 30_000])
+async def test_a_page_is_read_that_is_long_for_its_many_combinations_of_adapters(samples: int) -> None:
+    labels = 'max_lora="2",running_lora_adapters="adapter-%d",waiting_lora_adapters="adapter-%d,adapter-%d"'
+    lines = (f"vllm:lora_requests_info{{{labels % (at, at, at)}}} {1.7e9 + at}\n" for at in range(samples))
+    text = metrics(3).partition(b"\r\n\r\n")[2] + "".join(lines).encode()
+    assert len(text) > 1 << 20
+    async with read(WHOLE % (len(text), text)) as found:
+        member, results = found.member, found.reader.results
+        found.fleet.record_probe(member, True, frozenset("ma"), None, None, "m", ("a",))
+        await until(lambda: results.total() > 0)
+        is_read = len(text) <= 2 << 20  # the control: there is a limit
+        assert results == ({"read": 1} if is_read else {"failed": 1})
+        assert member.foreign == (3 if is_read else 0)
+        slots = member.adapter_slots
+        assert slots is not None
+        assert (slots.capacity == 2) is is_read
+
+
 async def test_what_the_engine_has_beyond_our_legs_counts_as_load() -> None:
     async with read(metrics(2, 3)) as found:
         member = found.member
@@ -127,7 +145,7 @@ async def test_what_the_engine_has_beyond_our_legs_counts_as_load() -> None:
         (WHOLE % (12, b"up 1\nvllm: 1"), None),
         (WHOLE % (30, b"vllm:num_requests_running NaN\n"), "refused"),
         (WHOLE % (29, b"vllm:num_requests_running -1\n"), "refused"),
-        (WHOLE % (1 << 21, b"x" * (1 << 21)), "failed"),
+        (WHOLE % ((2 << 20) + 1, b"x" * ((2 << 20) + 1)), "failed"),
         (b"\x00\x01\x02", "failed"),
     ],
     ids=["none", "others", "not a number", "negative", "too long", "no HTTP"],

@@ -1,5 +1,6 @@
 """Tests that the model of adapter slots is a least recently used cache that keeps what is in use."""
 
+import time
 from collections import Counter, OrderedDict
 from typing import cast
 
@@ -46,6 +47,67 @@ def test_never_more_than_its_capacity_and_what_runs_goes_last(capacity: int, ste
         evicted = before - set(slots.loaded) - ({str(what)} if kind == "forget" else set())
         if any(runs[each] for each in evicted):  # then all others are needed, too, or the newest
             assert sum(not runs[each] for each in slots.loaded) <= 1
+
+
+class Reference:
+    """The same model without any index: it looks at all adapters each time."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.loaded, self.running = capacity, list[str](), Counter[str]()
+
+    def use(self, adapter: str) -> None:
+        self.loaded = [*(each for each in self.loaded if each != adapter), adapter]
+        self.evict()
+
+    def evict(self) -> None:
+        while len(self.loaded) > self.capacity:
+            idle = [each for each in self.loaded[:-1] if not self.running[each]]
+            self.loaded.remove((idle or self.loaded)[0])
+
+    def take(self, kind: str, what: object) -> None:
+        if kind == "begin":
+            self.running[str(what)] += 1
+            self.use(str(what))
+        elif kind == "end" and self.running[str(what)]:
+            self.running[str(what)] -= 1
+            if not self.running[str(what)] and what in self.loaded:
+                self.use(str(what))
+        elif kind == "loaded":
+            self.use(str(what))
+        elif kind == "forget" and what in self.loaded:
+            self.loaded.remove(str(what))
+        elif kind == "correct":
+            self.capacity, active = cast("tuple[int, frozenset[str]]", what)
+            for each in active if len(active) <= self.capacity else ():
+                if each not in self.loaded:
+                    self.use(each)
+            self.evict()
+
+
+@given(capacity=st.integers(1, 5), steps=STEPS)
+def test_it_holds_what_the_reference_holds(capacity: int, steps: list[tuple[str, object]]) -> None:
+    slots, reference = AdapterSlots(capacity), Reference(capacity)
+    for kind, what in steps:
+        take(slots, kind, what)
+        reference.take(kind, what)
+        assert slots.loaded == reference.loaded
+        assert slots.newest == (reference.loaded[-1] if reference.loaded else None)
+        is_free = len(reference.loaded) < reference.capacity or not all(reference.running[x] for x in reference.loaded)
+        for name in "ab":
+            assert slots.has_slot(name) is (name in reference.loaded or is_free)
+
+
+def test_a_full_engine_costs_no_time() -> None:
+    slots = AdapterSlots(MAX_SLOTS)
+    for number in range(MAX_SLOTS):
+        slots.begin(str(number))
+    began = time.thread_time()
+    assert not any(slots.has_slot("another") for _ in range(1_000))
+    assert time.thread_time() - began < 0.01  # 100 ms if all adapters are looked at
+    began = time.thread_time()
+    slots.correct(1, ())
+    assert time.thread_time() - began < 0.01  # 40 ms likewise
+    assert slots.loaded == [str(MAX_SLOTS - 1)]
 
 
 @given(capacity=st.integers(1, 5), asked=st.lists(NAMES, max_size=60))

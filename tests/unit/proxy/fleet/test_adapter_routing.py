@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from kvparams.instances import Instance, RequestFacts, Role, RoundRobin, SchedulingPolicy
+from kvparams.instances import DataParallelRank, Instance, RequestFacts, Role, RoundRobin, SchedulingPolicy
 from kvparams.routing.adapter_metrics import AdapterMetrics
 from kvparams.routing.policies.cache_aware import CacheAware
 from kvparams.routing.policies.least_load import LeastLoad
@@ -176,29 +176,47 @@ def test_a_restarted_engine_has_nothing_loaded() -> None:
     assert member.adapter_slots.loaded == ["b"]
 
 
-def test_an_engine_that_has_lost_an_adapter_is_left_out_at_once_and_probed() -> None:
+def test_only_a_probe_says_that_an_engine_has_lost_an_adapter() -> None:
     site = Site(LeastLoad)
     probed: list[Member] = []
     site.fleet.probe = probed.append
     first, second = site.members
-    assert site.fleet.record_model_missing(first.instance, "a")
+    assert site.fleet.check_adapter(first.instance, "a") == ("e0",)
     assert probed == [first]
+    assert "a" in first.adapters  # that a leg was told so is no evidence
+    site.probe(first, "b", "c", "d")
     assert {site.ask("a") for _ in range(4)} == {"e1"}
     assert {site.ask("base") for _ in range(4)} == {"e0", "e1"}
-    assert not site.fleet.record_model_missing(second.instance, "a")  # nobody else has it
+    assert site.fleet.has_candidates(Role.PREFILL, "a", ("e0",))
+    assert not site.fleet.has_candidates(Role.PREFILL, "a", ("e1",))  # nobody else has it
+    site.probe(second, "b", "c", "d")
     assert not site.fleet.may_serve_model("a")
-    site.probe(first)  # it had it all the same
+    site.probe(first)
     assert {site.ask("a") for _ in range(2)} == {"e0"}
+
+
+def test_an_adapter_is_looked_for_on_all_ranks_behind_a_url() -> None:
+    site = Site(LeastLoad)
+    ranks = [DataParallelRank(number, 3) for number in range(3)]
+    for rank in ranks:
+        spec = Instance(f"r{rank.index}", "1", Role.PREFILL, "http://r", "nixl", rank=rank)
+        site.probe(site.fleet.add(spec))
+    probed: list[Member] = []
+    site.fleet.probe = probed.append
+    member = next(each for each in site.fleet.members if each.instance.id == "r1")
+    assert site.fleet.check_adapter(member.instance, "a") == ("r0", "r1", "r2")
+    assert [each.instance.id for each in probed] == ["r0", "r1", "r2"]
 
 
 @pytest.mark.parametrize("model", ["base", "unknown", None])
 def test_a_base_model_is_not_taken_for_lost(model: str | None) -> None:
     site = Site(LeastLoad)
-    before = site.members[0].models
-    assert not site.fleet.record_model_missing(site.members[0].instance, model)
-    assert site.members[0].models is before
+    probed: list[Member] = []
+    site.fleet.probe = probed.append
+    assert site.fleet.check_adapter(site.members[0].instance, model) == ()
     stranger = Instance("e0", "other", Role.PREFILL, "http://e0", "nixl")
-    assert not site.fleet.record_model_missing(stranger, "a")
+    assert site.fleet.check_adapter(stranger, "a") == ()
+    assert not probed
 
 
 def test_adapters_share_no_prefixes() -> None:
