@@ -3,7 +3,7 @@
 from collections.abc import Generator
 from typing import Final
 
-from kvparams.dialects.interface import Dialect, prompt_ids_key
+from kvparams.dialects.interface import Dialect
 from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.peer_reads import peer_source_members
 from kvparams.routing.managers.aggregated import Aggregated
@@ -185,7 +185,7 @@ class PrefillThenDecode:
                 state.begin_next()
             state.decode = None  # its leg gives it back
             native = kv.native
-            if prompt_ids_key(speech) is not None:
+            if speech.prompt_ids_key is not None:
                 native = self._documents.native_from_text(add_prompt_ids(speech, native.text, request, state.sent))
             params = self._documents.leg_changes(
                 native,

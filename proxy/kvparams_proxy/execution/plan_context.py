@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvparams.dialects.interface import BootstrapInfo, Dialect, rank_key
+from kvparams.dialects.interface import BootstrapInfo, Dialect
 from kvparams.instances import Instance, Role
 from kvparams.routing.handoff_verifier import HandoffRefused
 from kvparams.routing.plan import KVLease, Leg
@@ -206,7 +206,9 @@ class PlanContext:
             once: whether the leg must not be sent again, even where the engine has most likely not seen it.
         """
         resources = self._resources
-        named = None if leg.instance.rank is None else rank_key(resources.dialects[leg.instance.dialect])
+        instance, named = leg.instance, None
+        if instance.rank is not None and instance.role is not Role.ENCODE:  # theirs is no dialect that routes
+            named = resources.dialects[instance.dialect].rank_key
         path, body = build_leg_request(self.endpoint, self.inbound, leg, recorder, resources.response_ids, named)
         member = resources.fleet.member(leg.instance)  # what has its name may be another instance
         pool = resources.pools.for_member(member)
