@@ -22,8 +22,8 @@ PICTURE = "data:image/png;base64," + "iVBORw0KGgo" * 50
 def media_of(kind: EndpointKind, body: dict[str, Any], *, indent: int | None = None) -> str:
     """The name, which is the same for whoever reads the body at once and in steps."""
     raw = json.dumps(body, indent=indent).encode()
-    parsed = drained(parse_request_in_steps(kind, raw, "r", "t", LIMITS))
-    at_once = parse_request(kind, raw, "r", "t", LIMITS)
+    parsed = drained(parse_request_in_steps(kind, raw, "r", "t", LIMITS, find_media=True))
+    at_once = parse_request(kind, raw, "r", "t", LIMITS, find_media=True)
     assert at_once is None or at_once.facts.media == parsed.facts.media
     return parsed.facts.media
 
@@ -78,6 +78,26 @@ def test_media_are_found(kind: EndpointKind, body: dict[str, Any], indent: int |
 @pytest.mark.parametrize("long", [False, True])
 def test_what_only_looks_like_media_is_none(kind: EndpointKind, body: dict[str, Any], long: bool) -> None:
     assert media_of(kind, {**body, "user": "x" * 200_000} if long else body) == ""
+
+
+@pytest.mark.parametrize("size", [0, 200_000])
+def test_media_are_looked_for_only_where_somebody_encodes_them(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: they are found where they are looked for."""
+    searched: list[EndpointKind] = []
+
+    def search(kind: EndpointKind, *rest: Any) -> Any:
+        searched.append(kind)
+        return find_media_in_steps(kind, *rest)
+
+    monkeypatch.setattr("kvparams_proxy.requests.intake.find_media_in_steps", search)
+    body = chat({"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": "x" * size})
+    raw = json.dumps(body).encode()
+    found = [
+        drained(parse_request_in_steps("chat", raw, "r", "t", LIMITS, find_media=wanted)).facts.media
+        for wanted in (False, True)
+    ]
+    assert found == ["", found[1]] != ["", ""]
+    assert searched == ["chat"]
 
 
 @given(text=st.text())
