@@ -3,12 +3,13 @@
 KV that is held for the request is fetched, released or counted as orphaned.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from pydantic_core import to_json
+
 from kvparams.dialects.interface import BootstrapInfo, Dialect
-from kvparams.instances import Instance, Role
+from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.routing.handoff_verifier import HandoffRefused
 from kvparams.routing.plan import KVLease, Leg
 from kvparams.routing.request_lifecycle import RequestLifecycle
@@ -26,7 +27,6 @@ from kvparams_proxy.upstream.types import ResponseSink
 
 __all__ = ["PlanContext"]
 
-_log: Final = logging.getLogger(__name__)
 _TOOLS: Final = ("tools", "tool_choice")
 """Members of a chat that change its text alone. vLLM refuses them on an engine without a parser of tool calls."""
 
@@ -42,6 +42,7 @@ class PlanContext:
         "answer_form",
         "client_authorization",
         "endpoint",
+        "ends_at_s",
         "inbound",
         "kv_claimed",
         "kv_producer",
@@ -83,6 +84,8 @@ class PlanContext:
         """Headers of every leg."""
         self.client_authorization = b"" if authorization is None else b"authorization: %b\r\n" % authorization
         """One more, for engines that have no key of their own."""
+        self.ends_at_s: float | None = None
+        """When the whole request has to have ended."""
         self.kv_claimed = False
         """Whether an engine may have been told to fetch the KV that is held."""
         self.kv_producer: Instance | None = None
@@ -128,16 +131,31 @@ class PlanContext:
         inbound = self.inbound
         return one_token_changes(self.endpoint.kind, inbound.body, inbound.member_spans, inbound.sampling_spans)
 
-    def encode_changes(self) -> Mapping[str, bytes | None]:
+    def time_left(self) -> float | None:
+        """See `ExecutionContext.time_left`."""
+        return None if self.ends_at_s is None else self.ends_at_s - self.now()
+
+    def can_split(self, request: RequestFacts) -> bool:
+        """See `ExecutionContext.can_split`."""
+        resources = self._resources
+        dialects = {each.dialect for each in resources.fleet.candidates(Role.PREFILL, request)}
+        return bool(dialects) and all(resources.dialects[each].can_split(request) for each in dialects)
+
+    def encode_changes(self, instance: Instance) -> Mapping[str, bytes | None]:
         """See `ExecutionContext.encode_changes`."""
-        return {**self.one_token_changes(), **dict.fromkeys(_TOOLS)}
+        changes = {**self.one_token_changes(), **dict.fromkeys(_TOOLS)}
+        model, fleet = self.inbound.facts.model, self._resources.fleet
+        if model is not None and not fleet.member(instance).serves(model):
+            base = fleet.base_model_of(model)
+            if base is not None:
+                changes["model"] = to_json(base)
+        return changes
 
     def record_encoding(self, problem: str | None) -> None:
         """See `ExecutionContext.record_encoding`."""
         self.account.is_encoded = problem is None
         if problem is not None:
-            said = "no encode engine has encoded its media, so the engine of its prompt does"
-            _log.warning("request %s: %s: %s", self.inbound.facts.request_id, said, problem[:500])
+            self._resources.encoding_log.write(self.inbound.facts.request_id, problem)
 
     def now(self) -> float:
         """See `ExecutionContext.now`."""

@@ -7,7 +7,14 @@ from kvparams.routing.adapter_metrics import AdapterMetrics
 from kvparams.routing.adapter_slots import AdapterSlots
 from kvparams_proxy.fleet.member import Member
 
-__all__ = ["begin_adapter_leg", "correct_slots", "record_adapters", "with_adapter_loads", "with_free_slots"]
+__all__ = [
+    "base_model_of",
+    "begin_adapter_leg",
+    "correct_slots",
+    "record_adapters",
+    "with_adapter_loads",
+    "with_free_slots",
+]
 
 
 def record_adapters(member: Member, adapters: Collection[str]) -> None:
@@ -38,6 +45,11 @@ def begin_adapter_leg(member: Member, model: str | None) -> bool | None:
     if member.adapter_slots is None or model is None or model not in member.adapters:
         return None
     return member.adapter_slots.begin(model)
+
+
+def base_model_of(members: Iterable[Member], adapter: str) -> str | None:
+    """Returns the base model of a LoRA adapter that one of the members serves, or None."""
+    return next((each.base_model for each in members if adapter in each.adapters), None)
 
 
 def with_adapter_loads(facts: RequestFacts, members: Iterable[Member]) -> RequestFacts:

@@ -12,6 +12,7 @@ from tests.system.proxy.test_legs import ANSWER, NIXL, answering
 __all__ = [
     "CHAT_ANSWER",
     "ENCODED",
+    "HANDED_ON",
     "HASH",
     "PEER",
     "PICTURE",
@@ -28,6 +29,8 @@ Script = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable
 HASH = "4d7721c50a37c90758c55ef5441692a3c3e0fd2ed36247bb0381d3fba3c0864d"
 PEER = {"peer_host": "127.0.0.1", "peer_port": 5601, "size_bytes": 16_384, "shape": [16, 256]}
 ENCODED: dict[str, Any] = {HASH: {"item_indices": [0], "metadata": {}, **PEER}}
+HANDED_ON = {HASH: {"item_indices": [0], **PEER}}
+"""What prefill is told of it."""
 CHAT_ANSWER = {
     **ANSWER,
     "object": "chat.completion",

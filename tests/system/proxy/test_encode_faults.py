@@ -5,7 +5,7 @@ from typing import Any
 from kvparams.instances import DataParallelRank
 from kvparams_proxy.secret import Secret
 from tests.support.waiting import until
-from tests.system.proxy.encode_site import ENCODED, chat, encoding
+from tests.system.proxy.encode_site import chat, encoding
 
 PATH = "/v1/chat/completions"
 
@@ -16,7 +16,7 @@ async def test_an_encode_engine_with_ranks_is_told_the_rank(site: Any) -> None:
     assert got.status_code == 200, got.text
     assert there.order == ["encode-0", "prefill", "decode"]
     assert b"x-data-parallel-rank: 1" in there.encoders[0].heads[0].lower()
-    assert there.bodies[1]["ec_transfer_params"] == ENCODED
+    assert there.bodies[1]["ec_transfer_params"] == HANDED_ON
 
 
 async def test_pictures_are_encoded_from_when_the_first_encode_engine_joins(site: Any, scripted: Any) -> None:

@@ -14,7 +14,7 @@ from kvparams_proxy.upstream.types import UpstreamLimits
 from tests.support.waiting import until
 from tests.system.proxy.encode_site import (
     CHAT_ANSWER,
-    ENCODED,
+    HANDED_ON,
     HASH,
     PEER,
     PICTURE,
@@ -85,7 +85,7 @@ async def test_a_picture_is_encoded_then_prefilled_then_decoded(site: Any, path:
     asked = {limit: 1, "stream": False, **({} if path == "/v1/messages" else {"ignore_eos": True})}
     stored = {"store": False} if path == "/v1/responses" else {}
     assert first == {k: v for k, v in client.items() if k != "tools"} | asked | stored
-    assert second.pop("ec_transfer_params") == ENCODED
+    assert second.pop("ec_transfer_params") == HANDED_ON
     assert second.pop("kv_transfer_params")["do_remote_decode"] is True
     assert second == client | asked | stored
     assert third.pop("kv_transfer_params")["remote_port"] == NIXL["remote_port"]
@@ -121,7 +121,7 @@ async def test_a_client_that_wants_a_stream_has_its_picture_encoded_without_one(
 
 
 async def test_encodings_of_many_media_in_a_long_answer_are_handed_on(site: Any) -> None:
-    many = {f"{number:064x}": ENCODED[HASH] | {"item_indices": [number]} for number in range(150)}
+    many = {f"{number:064x}": HANDED_ON[HASH] | {"item_indices": [number]} for number in range(150)}
     there = await site(encoding(many))
     assert (await there.running.client.post("/v1/chat/completions", json=chat())).status_code == 200
     assert there.bodies[1]["ec_transfer_params"] == many
@@ -164,7 +164,7 @@ async def test_another_encode_engine_takes_over(site: Any, script: Script) -> No
         got = await there.running.client.post("/v1/chat/completions", json=chat(f"{PICTURE}{number}"))
         assert got.status_code == 200, got.text
         orders.add(tuple(there.order))
-        assert there.bodies[-2]["ec_transfer_params"] == ENCODED
+        assert there.bodies[-2]["ec_transfer_params"] == HANDED_ON
     assert orders == {("encode-0", "encode-1", "prefill", "decode"), ("encode-1", "prefill", "decode")}
     assert await there.running.metric('kvparams_proxy_encodings_total{encoded="yes"}') == 8
     assert await encode_failures(there) >= 1
@@ -304,7 +304,7 @@ async def test_every_mode_that_splits_has_an_encode_leg(site: Any, local: str | 
     got = await there.running.client.post("/v1/chat/completions", json=chat(PICTURE * 3))
     assert got.status_code == 200, got.text
     assert there.order == ["encode-0", "prefill", "decode"]
-    assert there.bodies[1]["ec_transfer_params"] == ENCODED
+    assert there.bodies[1]["ec_transfer_params"] == HANDED_ON
 
 
 async def test_a_route_is_explained_by_the_leg_that_costs_most(site: Any) -> None:
