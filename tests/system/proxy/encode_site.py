@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.proxy.fixtures import MODELS
 from tests.system.proxy.test_legs import ANSWER, NIXL, answering
 
 __all__ = [
@@ -65,15 +66,20 @@ class Site:
 
 @pytest.fixture
 def site(scripted: Any, proxy: Any) -> Any:
-    """Start it: `await site(encode_script, ...)`."""
+    """Start it: `await site(encode_script, ...)`. `models`: what prefill and decode engines list."""
 
     async def start(
-        *encode: Script, answer: dict[str, Any] = CHAT_ANSWER, decoding: Script | None = None, **changes: Any
+        *encode: Script,
+        answer: dict[str, Any] = CHAT_ANSWER,
+        decoding: Script | None = None,
+        models: bytes = MODELS,
+        **changes: Any,
     ) -> Site:
         site = Site()
         prefill = await scripted(site.noting("prefill", answering(answer | {"kv_transfer_params": NIXL})))
         telling: Script = answering(answer | {"ec_transfer_params": ENCODED})
         decode = await scripted(site.noting("decode", decoding or telling))
+        prefill.models = decode.models = models
         engines = [await scripted(site.noting(f"encode-{place}", each)) for place, each in enumerate(encode)]
         site.encoders = engines
         urls = [engine.url for engine in engines]

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvparams.instances import Role
-from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream.types import UpstreamLimits
@@ -228,26 +226,6 @@ async def test_encode_engines_that_are_full_or_gone_are_done_without(site: Any, 
     got = await running.client.post("/v1/chat/completions", json=chat())
     assert got.status_code == 200, got.text
     assert "x-kvparams-encode" not in got.headers
-
-
-async def test_a_request_that_waits_for_an_encode_engine_too_long_goes_on_without(site: Any) -> None:
-    held = asyncio.Event()
-
-    async def slow(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await held.wait()
-        await encoding()(body, reader, writer)
-
-    limits = {Role.ENCODE: RoleLimits(requests=1)}
-    there = await site(slow, limits=limits, queue=QueueLimits(wait_s=0.2))
-    first = asyncio.create_task(there.running.client.post("/v1/chat/completions", json=chat()))
-    await until(lambda: there.order == ["encode-0"])
-    assert (await there.running.client.post("/v1/chat/completions", json=chat())).status_code == 200
-    assert there.order == ["encode-0", "prefill", "decode"]
-    assert await there.running.metric('kvparams_proxy_encodings_total{encoded="no"}') == 1
-    held.set()
-    assert (await first).status_code == 200
-    assert await there.running.metric('kvparams_proxy_encodings_total{encoded="yes"}') == 1
-    assert await there.running.metric("kvparams_proxy_in_flight") == 0
 
 
 async def test_a_client_that_leaves_while_its_picture_is_encoded_ends_the_leg(site: Any) -> None:
