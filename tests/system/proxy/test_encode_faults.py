@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from kvparams.dialects.table import DialectTable
+from kvparams.errors import PluginError
 from kvparams.instances import DataParallelRank
 from kvparams_proxy.secret import Secret
 from tests.support.waiting import until
@@ -82,13 +84,17 @@ async def test_the_log_tells_nothing_that_an_engine_says_and_that_not_often(
     assert await there.running.metric('kvparams_proxy_encodings_total{encoded="no"}') == 5
 
 
+def no_tables() -> tuple[list[DialectTable], list[PluginError]]:
+    return [], []
+
+
 @pytest.mark.parametrize("has_tables", [True, False])
 async def test_an_address_that_is_not_the_encode_engines_is_refused_even_if_no_dialect_is_registered(
     site: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, has_tables: bool
 ) -> None:
     """The control: the engine's own address is handed on."""
     if not has_tables:
-        monkeypatch.setattr("kvparams_proxy.server.app_plugins.load_tables_and_errors", lambda: ([], []))
+        monkeypatch.setattr("kvparams_proxy.server.app_plugins.load_tables_and_errors", no_tables)
     foreign = {HASH: {**ENCODED[HASH], "peer_host": "169.254.169.254"}}
     for said, handed in ((ENCODED, HANDED_ON), (foreign, None)):
         there = await site(encoding(said))
