@@ -1,4 +1,4 @@
-"""A proxy before engines of each role that keep every request, and scripts of encode engines."""
+"""Provides a proxy before engines of each role that keep every request, and scripts of encode engines."""
 
 import asyncio
 import json
