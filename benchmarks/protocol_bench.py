@@ -72,7 +72,13 @@ class Path:
     def peer_source(self, instance: Instance) -> str | None:
         return None
 
-    def encode_changes(self) -> dict[str, bytes | None]:
+    def time_left(self) -> float | None:
+        return None
+
+    def can_split(self, request: RequestFacts) -> bool:
+        return True
+
+    def encode_changes(self, instance: Instance) -> dict[str, bytes | None]:
         return {}
 
     def record_encoding(self, problem: str | None) -> None: ...

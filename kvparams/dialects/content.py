@@ -9,7 +9,7 @@ proxy cannot know whether it is there. Decode computes the tokens that it does n
 from collections.abc import Mapping
 from typing import Final
 
-from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, ReleaseRequest
+from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, Dialect, ReleaseRequest
 from kvparams.dialects.shared_keys import CACHE_SALT
 from kvparams.dialects.table import DialectTable, NativeKey
 from kvparams.dialects.value_types import ANYTHING, WHOLE, NumberType
@@ -55,7 +55,7 @@ CONTENT_TABLE: Final = DialectTable(
 )
 
 
-class ContentDialect:
+class ContentDialect(Dialect):
     """See the module."""
 
     table = CONTENT_TABLE

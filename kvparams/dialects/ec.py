@@ -4,10 +4,9 @@ The encode engine is the producer and the engine that computes the prompt the co
 are no KV, so no proxy routes prefill or decode legs with this dialect: it is that of encode instances.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import Final, cast
-
-from pydantic_core import PydanticSerializationError
 
 from kvparams.dialects.interface import HandoffMissing
 from kvparams.dialects.table import DialectTable, NativeKey
@@ -21,6 +20,9 @@ _ITEMS: Final = ListType(OBJECT, 1024)
 _ITEM: Final = ("*",)
 _MOST_ENCODINGS: Final = 256
 """Media of one request."""
+_NAME: Final = re.compile(r"(?:[!-~]{1,256}:)?[0-9a-f]{32,128}")
+"""The name of an encoding: a hexadecimal digest, behind a LoRA adapter's name where vLLM 0.32.0 encodes for that one
+(multimodal/hasher.py; v1/engine/input_processor.py, `_get_mm_identifier`). No native key has such a name."""
 _MOST_BYTES: Final = 64 << 10
 """Of the text. An encoding takes some 250 bytes, and that of a video a few thousand. To look through more would hold
 the event loop for too long; prefill encodes the media of such a request."""
@@ -56,39 +58,56 @@ EC_TABLE: Final = DialectTable(
     ),
 )
 _MEMBERS: Final[Mapping[str, ValueType]] = {
-    "item_indices": ListType(IntegerType(0, 65_535), 4096),
+    "item_indices": ListType(IntegerType(0, 65_535), _MOST_ENCODINGS),
     "peer_host": HOST,
     "peer_port": PORT,
     "size_bytes": WHOLE,
     "shape": ListType(IntegerType(0, 2**31 - 1), 8),
 }
-"""The forms in which members of an encoding are handed on: a table judges no members of objects of any name. Of others
-only their length is bounded."""
+"""The members of an encoding that are handed on, and their forms. No consumer of vLLM 0.32.0 reads `metadata`: it is
+for programs that take media out of requests, and the engine that computes the prompt gets the whole request."""
 
 
-def write_encodings(said: Mapping[str, object]) -> bytes:
+def write_encodings(said: Mapping[str, object], verify: Callable[[Mapping[str, object]], None]) -> bytes:
     """Returns the text of an encode engine's `ec_transfer_params`, for the engine that computes the prompt.
 
+    Args:
+        said: the engine's own.
+        verify: raises for an address that is not the engine's. It is given exactly what is handed on.
+
     Raises:
-        HandoffMissing: a value is out of bounds.
+        HandoffMissing: a value is out of bounds, or `verify` raises it.
     """
-    try:
-        text = write_json(said)
-    except PydanticSerializationError:
-        raise _impossible("no JSON") from None
-    if len(said) > _MOST_ENCODINGS or len(text) > _MOST_BYTES:
-        raise _impossible(f"more than {_MOST_ENCODINGS} encodings or {_MOST_BYTES} bytes")
-    for name, encoding in said.items():
-        if (problem := ID.find_problem(name, ())) is not None:
-            raise _impossible(str(problem))
-        if not isinstance(encoding, dict):
-            raise _impossible("an encoding that is no object")
-        members = cast("dict[str, object]", encoding)
-        for member, form in _MEMBERS.items():
-            value = members.get(member)
-            if value is not None and (problem := form.find_problem(value, ("encoding", member))) is not None:
-                raise _impossible(str(problem))
+    if len(said) > _MOST_ENCODINGS:
+        raise _impossible(f"more than {_MOST_ENCODINGS} encodings")
+    handed = {name: _known_members(name, encoding) for name, encoding in said.items()}
+    verify(handed)
+    text = write_json(handed)
+    if len(text) > _MOST_BYTES:
+        raise _impossible(f"more than {_MOST_BYTES} bytes")
     return text
+
+
+def _known_members(name: str, encoding: object) -> Mapping[str, object]:
+    """Returns what is handed on of one encoding.
+
+    Raises:
+        HandoffMissing: its name or a value is out of bounds.
+    """
+    if _NAME.fullmatch(name) is None:
+        raise _impossible("a name that is no hash")
+    if not isinstance(encoding, dict):
+        raise _impossible("an encoding that is no object")
+    members = cast("dict[str, object]", encoding)
+    known: dict[str, object] = {}
+    for member, form in _MEMBERS.items():
+        value = members.get(member)
+        if value is None:
+            continue
+        if form.find_problem(value, ()) is not None:
+            raise _impossible(f"{member} is not {form.description}")
+        known[member] = value
+    return known
 
 
 def _impossible(what: str) -> HandoffMissing:

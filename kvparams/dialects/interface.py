@@ -20,9 +20,6 @@ __all__ = [
     "Dialect",
     "HandoffMissing",
     "ReleaseRequest",
-    "decode_only_keys",
-    "prompt_ids_key",
-    "rank_key",
 ]
 
 BootstrapInfo = Mapping[str, object]
@@ -69,7 +66,10 @@ class BootstrapProtocol(Protocol):
 
 
 class Dialect(Protocol):
-    """A `Dialect` translates between a plan's legs and the native keys of one KV connector."""
+    """A `Dialect` translates between a plan's legs and the native keys of one KV connector.
+
+    A class that derives from it has the defaults of the members that few connectors need.
+    """
 
     mode: Mode
     """How the KV travels."""
@@ -84,6 +84,14 @@ class Dialect(Protocol):
     """How long the producer keeps it where its answer does not say."""
     bootstrap: BootstrapProtocol | None
     """What each prefill engine is asked before it is given work; None where its answers say enough."""
+    decode_only_keys: Collection[str] = ()
+    """The native members that only the decode leg has, where both legs carry keys in the body."""
+    rank_key: str | None = None
+    """The member of a leg's body that names the data-parallel rank for it, for a connector that has one. The header
+    `x-data-parallel-rank` goes to every rank besides."""
+    prompt_ids_key: str | None = None
+    """The native member in which both legs carry the token ids of the prompt, for a connector that has one. Most
+    engines tokenize for themselves."""
 
     def can_split(self, request: RequestFacts) -> bool:
         """Returns True if the connector can carry this request between prefill and decode.
@@ -125,27 +133,3 @@ class Dialect(Protocol):
                 answered, and may have left something behind all the same.
         """
         ...
-
-
-def decode_only_keys(dialect: Dialect) -> Collection[str]:
-    """Returns the native members that only the decode leg has, for a dialect that carries keys in the body.
-
-    It is the attribute `decode_only_keys` of the dialect; without one, both legs have all.
-    """
-    return getattr(dialect, "decode_only_keys", ())
-
-
-def rank_key(dialect: Dialect) -> str | None:
-    """Returns the member of a leg's body that names the data-parallel rank for it, for a dialect that has one.
-
-    It is the attribute `rank_key` of the dialect. The header `x-data-parallel-rank` goes to every rank besides.
-    """
-    return getattr(dialect, "rank_key", None)
-
-
-def prompt_ids_key(dialect: Dialect) -> str | None:
-    """Returns the native member in which both legs carry the token ids of the prompt, for a dialect that has one.
-
-    It is the attribute `prompt_ids_key` of the dialect. Few connectors need it: most engines tokenize for themselves.
-    """
-    return getattr(dialect, "prompt_ids_key", None)

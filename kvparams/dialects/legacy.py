@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Final
 
-from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, ReleaseRequest
+from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, Dialect, ReleaseRequest
 from kvparams.instances import RequestFacts
 from kvparams.params import Mode
 
@@ -18,7 +18,7 @@ __all__ = ["LEGACY", "LegacyDialect"]
 _PREFIX: Final = "kvp-"
 
 
-class LegacyDialect:
+class LegacyDialect(Dialect):
     """See the module."""
 
     mode: Mode = "store"
@@ -28,7 +28,6 @@ class LegacyDialect:
     """What has gone meanwhile is a miss, so this only bounds how long a request may wait for decode."""
     bootstrap: BootstrapProtocol | None = None
     prompt_ids_key = "prefix_prompt_ids"
-    """See `kvparams.dialects.interface.prompt_ids_key`."""
 
     def can_split(self, request: RequestFacts) -> bool:
         """Returns True for one prompt: a key stands for the KV of one."""

@@ -8,7 +8,7 @@ Prefill's answer says nothing. An engine id is accepted only from the bootstrap 
 from collections.abc import Mapping
 from typing import Final, cast
 
-from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, HandoffMissing, ReleaseRequest
+from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, Dialect, HandoffMissing, ReleaseRequest
 from kvparams.dialects.native_template import NativeKeysTemplate, constant_native_keys
 from kvparams.dialects.shared_keys import (
     CACHE_SALT,
@@ -91,7 +91,7 @@ class MooncakeBootstrap:
         return {"remote_engine_id": engine, "remote_bootstrap_addr": url}
 
 
-class MooncakeDialect:
+class MooncakeDialect(Dialect):
     """See the module."""
 
     table = MOONCAKE_TABLE

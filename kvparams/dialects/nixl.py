@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvparams.codec import DOCUMENT_KEY
-from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, HandoffMissing, ReleaseRequest
+from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, Dialect, HandoffMissing, ReleaseRequest
 from kvparams.dialects.native_template import NativeKeysTemplate, required_native_keys
 from kvparams.dialects.shared_keys import (
     CACHE_SALT,
@@ -101,7 +101,7 @@ NIXL_TABLE: Final = DialectTable(
 )
 
 
-class NixlDialect:
+class NixlDialect(Dialect):
     """See the module."""
 
     table = NIXL_TABLE

@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Final
 from urllib.parse import urlsplit
 
-from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, HandoffMissing, ReleaseRequest
+from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, Dialect, HandoffMissing, ReleaseRequest
 from kvparams.dialects.shared_keys import CACHE_SALT, hint_keys
 from kvparams.dialects.table import AddressKind, DialectTable, NativeKey
 from kvparams.dialects.value_types import (
@@ -128,7 +128,7 @@ class SGLangBootstrap:
         return place if rank is None else place | {"disagg_prefill_dp_rank": rank.index}
 
 
-class SGLangDialect:
+class SGLangDialect(Dialect):
     """See the module."""
 
     table = SGLANG_TABLE
@@ -139,7 +139,6 @@ class SGLangDialect:
     """`SGLANG_DISAGGREGATION_WAITING_TIMEOUT`: then both engines give up."""
     bootstrap: BootstrapProtocol | None = SGLangBootstrap()
     rank_key = "routed_dp_rank"
-    """See `kvparams.dialects.interface`, as for the next one."""
     decode_only_keys = frozenset({"disagg_prefill_dp_rank"})
 
     def can_split(self, request: RequestFacts) -> bool:

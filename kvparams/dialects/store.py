@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvparams.codec import DOCUMENT_KEY
-from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, HandoffMissing, ReleaseRequest
+from kvparams.dialects.interface import BootstrapInfo, BootstrapProtocol, Dialect, HandoffMissing, ReleaseRequest
 from kvparams.instances import RequestFacts, Role
 from kvparams.params import Mode
 
 __all__ = ["STORE", "STORE_DROP", "STORE_MEET", "StoreDialect"]
 
 
-class StoreDialect:
+class StoreDialect(Dialect):
     """See the module."""
 
     sends_legs_together = carries_keys_in_body = False

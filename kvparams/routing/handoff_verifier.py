@@ -14,6 +14,7 @@ from ipaddress import IPv4Network, IPv6Address, IPv6Network, ip_address, ip_netw
 from typing import Final, Literal, NamedTuple, cast
 from urllib.parse import urlsplit
 
+from kvparams.dialects.ec import EC_TABLE
 from kvparams.dialects.interface import HandoffMissing
 from kvparams.dialects.table import AddressKind, DialectTable
 from kvparams.dialects.value_types import ObjectType, ValueType
@@ -28,8 +29,11 @@ HANDOFF_REFUSAL_REASONS: Final[tuple[HandoffRefusalReason, ...]] = ("address", "
 """An address that is not the instance's; a value that the dialect's table does not allow; a data-parallel rank that was
 not asked."""
 
-_OURS: Final[Mapping[str, AddressKind]] = {"address": "url"}
-"""Of our own document: `producer.address`."""
+_ALWAYS: Final[Mapping[str, AddressKind]] = {
+    "address": "url",
+    **{row.name: row.address for row in EC_TABLE.native_keys if row.address is not None},
+}
+"""Of our own document, `producer.address`; and of encode engines, whose table need not be registered for them."""
 _REMEMBERED: Final = 4096
 _NAME: Final = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,253}[A-Za-z0-9_.])?"
 _HOST: Final = re.compile(rf"{_NAME}|\[?[0-9A-Fa-f:.]{{2,45}}(?:%[A-Za-z0-9._-]{{1,15}})?\]?")
@@ -199,7 +203,7 @@ class HandoffVerifier:
 
     def __init__(self, tables: Iterable[DialectTable]) -> None:
         """`tables` of every dialect, routed with or not: their addresses are looked for in every answer."""
-        self._kinds: dict[str, AddressKind] = dict(_OURS)
+        self._kinds: dict[str, AddressKind] = {}
         self._known: dict[str, dict[str, _KnownKey]] = {}
         self._rank_suffixes: dict[str, dict[str, str]] = {}
         """By dialect and key."""
@@ -214,6 +218,7 @@ class HandoffVerifier:
                     forms = (*known[row.name].forms, row.value_type) if row.name in known else (row.value_type,)
                     held = row.address is not None or any(isinstance(form, ObjectType) for form in forms)
                     known[row.name] = _KnownKey(forms, held)
+        self._kinds.update(_ALWAYS)
         self._own: dict[Instance, _InstanceAddresses] = {}
 
     def verify(

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol, final
 
 from kvparams.dialects.interface import BootstrapInfo, Dialect, ReleaseRequest
 from kvparams.errors import KVParamsError
-from kvparams.instances import Instance, Role
+from kvparams.instances import Instance, RequestFacts, Role
 
 __all__ = [
     "AcquireInstance",
@@ -61,6 +61,8 @@ class Leg:
     """Whether its answer goes to the client; otherwise the manager is told it."""
     resume_from: "StreamProgress | None" = None
     """What the client has of the answer already: this leg goes on from there, as a completion of token ids."""
+    limit_s: float | None = None
+    """The most time that it may take, where that may be less than the executor gives to others."""
 
 
 @final
@@ -117,6 +119,8 @@ class LegFailed(KVParamsError):
         """Whether the client has a part of the answer."""
         self.instance: Instance | None = None
         """Whose leg it was, where the executor says."""
+        self.evidence = ""
+        """How it failed, for the log, where the executor says: nothing that the engine or the client has said."""
         self.progress = sent
         """With `response_started`: from where another engine could go on; None where none can."""
 
@@ -167,8 +171,20 @@ class ExecutionContext(Protocol):
         """The changes that make the client's body ask for its prompt to be computed, and one token."""
         ...
 
-    def encode_changes(self) -> Mapping[str, bytes | None]:
-        """The changes that make the client's body ask for encodings of its images, audio and video alone."""
+    def time_left(self) -> float | None:
+        """Returns the seconds until the whole request has to have ended; None where there is no such limit."""
+        ...
+
+    def can_split(self, request: RequestFacts) -> bool:
+        """Returns True if every prefill instance that may be chosen for this request can carry it to decode."""
+        ...
+
+    def encode_changes(self, instance: Instance) -> Mapping[str, bytes | None]:
+        """The changes that make the client's body ask for encodings of its images, audio and video alone.
+
+        `instance`: the encode engine. One that does not serve the LoRA adapter of the request encodes for its base
+        model.
+        """
         ...
 
     def record_encoding(self, problem: str | None) -> None:

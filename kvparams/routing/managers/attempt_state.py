@@ -29,7 +29,7 @@ class AttemptState:
         self.decode: Instance | None = None
         """The decode instance that is held for the next leg."""
         self.encodings: Mapping[str, bytes | None] | None = None
-        """The changes that tell prefill legs of encodings; None before the encode step (`encode_media`)."""
+        """The changes that tell prefill legs of encodings; None before the encode step (`encode_for_prefill`)."""
 
     def begin_next(self) -> None:
         """Another attempt follows, with a transfer id of its own."""

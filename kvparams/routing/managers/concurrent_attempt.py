@@ -8,7 +8,6 @@ from typing import Final
 
 from pydantic_core import to_json
 
-from kvparams.dialects.interface import decode_only_keys
 from kvparams.instances import Instance, Role
 from kvparams.peer_reads import peer_source_members
 from kvparams.routing.managers.attempt_state import AttemptState
@@ -84,8 +83,7 @@ def _leg_pair(documents: LegDocuments, state: AttemptState, prefill: Instance, d
     in_body = speech.carries_keys_in_body
     cut = _WHOLE if in_body else context.one_token_changes()
     beside = {name: to_json(value) for name, value in keys.items()} if in_body else {}
-    only_decode = decode_only_keys(speech)
-    beside_prefill = {name: text for name, text in beside.items() if name not in only_decode}
+    beside_prefill = {name: text for name, text in beside.items() if name not in speech.decode_only_keys}
     told = documents.native_from_engine({} if in_body else keys)
     asked = documents.native_from_text(speech.prefill_keys(transfer))
     members = request_members(request, state.sent)

@@ -4,7 +4,7 @@ from kvparams.instances import RequestFacts, Role
 from kvparams.routing.managers.aggregated import Aggregated
 from kvparams.routing.managers.attempt_state import AttemptState
 from kvparams.routing.managers.concurrent_attempt import attempt_concurrently
-from kvparams.routing.managers.encode_step import encode_media
+from kvparams.routing.managers.encode_step import encode_for_prefill
 from kvparams.routing.managers.leg_documents import LegDocuments
 from kvparams.routing.managers.manager_options import ManagerOptions
 from kvparams.routing.managers.prefill_then_decode import PrefillThenDecode
@@ -36,7 +36,7 @@ class ConcurrentLegs:
             yield from self._alone.legs(request, context)
             return
         state = AttemptState(request, context)
-        state.encodings = yield from encode_media(request, context)
+        state.encodings = yield from encode_for_prefill(request, context)
         is_answered = False
         while not is_answered:
             prefill = state.prefill = as_instance((yield AcquireInstance(Role.PREFILL, state.failed, Role.DECODE)))

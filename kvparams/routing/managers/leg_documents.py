@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from kvparams.codec import DocumentTemplate, parse
-from kvparams.dialects.interface import Dialect, HandoffMissing, prompt_ids_key
+from kvparams.dialects.interface import Dialect, HandoffMissing
 from kvparams.instances import Instance, RequestFacts
 from kvparams.jsontext.writing import write_json
 from kvparams.params import PROTOCOL_VERSION, KVTransferParams, Mode, Phase
@@ -112,7 +112,7 @@ def request_members(request: RequestFacts, sent: StreamProgress | None) -> dict[
 
 def add_prompt_ids(speech: Dialect, native: bytes, request: RequestFacts, sent: StreamProgress | None) -> bytes:
     """Returns native keys with the token ids of the prompt, for a dialect that carries them, where they are known."""
-    name = prompt_ids_key(speech)
+    name = speech.prompt_ids_key
     ids = request.token_ids if sent is None else [*sent.prompt_ids, *sent.answer_ids]
     if name is None or ids is None:
         return native

@@ -3,13 +3,13 @@
 from collections.abc import Generator
 from typing import Final
 
-from kvparams.dialects.interface import Dialect, prompt_ids_key
+from kvparams.dialects.interface import Dialect
 from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.peer_reads import peer_source_members
 from kvparams.routing.managers.aggregated import Aggregated
 from kvparams.routing.managers.attempt_state import AttemptState
 from kvparams.routing.managers.concurrent_attempt import attempt_concurrently
-from kvparams.routing.managers.encode_step import encode_media
+from kvparams.routing.managers.encode_step import encode_for_prefill
 from kvparams.routing.managers.leg_documents import LegDocuments, add_prompt_ids, request_members
 from kvparams.routing.managers.manager_options import ManagerOptions
 from kvparams.routing.managers.prefill_handoff import PrefillHandoff, accept_prefill_result, release_abandoned
@@ -67,7 +67,7 @@ class PrefillThenDecode:
         state = state or AttemptState(request, context)
         while not (request.prompt_scored or (self._decode_alone and not context.has_candidates(_PREFILL))):
             if state.encodings is None:
-                state.encodings = yield from encode_media(request, context)
+                state.encodings = yield from encode_for_prefill(request, context)
             prefill = yield from self._choose(state)
             if prefill is None:
                 continue
@@ -185,7 +185,7 @@ class PrefillThenDecode:
                 state.begin_next()
             state.decode = None  # its leg gives it back
             native = kv.native
-            if prompt_ids_key(speech) is not None:
+            if speech.prompt_ids_key is not None:
                 native = self._documents.native_from_text(add_prompt_ids(speech, native.text, request, state.sent))
             params = self._documents.leg_changes(
                 native,

@@ -90,7 +90,15 @@ class PairTrial:
         """See `ExecutionContext`."""
         return one_token_changes("completions", self._body, find_members(self._body))
 
-    def encode_changes(self) -> Mapping[str, bytes | None]:
+    def time_left(self) -> float | None:
+        """See `ExecutionContext.time_left`. Legs of a check have time-outs of their own."""
+        return None
+
+    def can_split(self, request: RequestFacts) -> bool:
+        """See `ExecutionContext.can_split`. The prompt of a check has no media."""
+        return True
+
+    def encode_changes(self, instance: Instance) -> Mapping[str, bytes | None]:
         """See `ExecutionContext`. The request of a check has no media."""
         return self.one_token_changes()
 

@@ -143,6 +143,7 @@ class Execution:
         if (limit_s := resources.settings.request_timeout_s) is not None:
             self._deadline = RequestDeadline(self)
             resources.deadlines.start(self._deadline, limit_s)
+            self._context.ends_at_s = self._context.now() + limit_s
         try:
             resources.fleet.check_admission(self._manager.roles, self.facts)
         except Exception as error:  # noqa: BLE001  nobody waits for this turn who would answer the client
@@ -263,7 +264,9 @@ class Execution:
         leg's engine and should choose it again.
         """
         if step.role is _ENCODE:
-            return EngineLegFailed(error, claimed=False)
+            failure = EngineLegFailed(error, claimed=False)
+            failure.evidence = error.message  # the fleet's own
+            return failure
         if not isinstance(step.paired_with, Instance) or not self._context.should_fail_over(
             step.paired_with, step.avoid
         ):

@@ -125,6 +125,7 @@ def classify_leg_outcome(
         return _SUCCESS
     failure = _failure(end, addresses, body, begun, sent)
     failure.instance = end.instance
+    failure.evidence = f"a leg was answered {head.status}" if error is None else error.reason
     if others_serve:
         failure.retryable, failure.may_have_acted = True, False
         return LegOutcome(failure)
@@ -132,7 +133,7 @@ def classify_leg_outcome(
         failure,
         blames_instance=failure.retryable and not _is_excused(end),
         is_busy=failure.error.status in (429, 503),
-        evidence=f"a leg was answered {head.status}" if error is None else error.reason,
+        evidence=failure.evidence,
     )
 
 
@@ -141,7 +142,7 @@ def invalid_response_failure(instance: Instance) -> EngineLegFailed:
     role = instance.role
     said = f"the {role} engine's answer is not JSON"
     failure = EngineLegFailed(ProxyError(502, "upstream_error", said, code=f"{role}_failed"))
-    failure.instance = instance
+    failure.instance, failure.evidence = instance, said
     return failure
 
 

@@ -26,9 +26,6 @@ __all__ = ["LegOwner", "LegRunner"]
 
 _ENCODE: Final = Role.ENCODE
 """By a name of its own: in CPython 3.11 an attribute of an enumeration takes as long as a call."""
-_ENCODE_S: Final = 60.0
-"""The longest time for an encode leg, if prefill may not have less: longer, an engine that computes the prompt does not
-wait for an encoding either (vLLM 0.32.0 distributed/ec_transfer/ec_connector/cpu/scheduler)."""
 _LAST_WORD_S: Final = 0.5
 """The time for an engine that sees its client leave to close the connection, or to show that it had answered already;
 and to end its response behind the last event of its stream."""
@@ -124,8 +121,8 @@ class LegRunner(LegSettlement):
             on_answer, batcher = self._decode_answered, None
         running = self._running = RunningLeg(leg, resources, context, on_answer, self._fail, batcher)
         self._route.append(instance)
-        is_encode = instance.role is _ENCODE
-        context.life.enter("decode" if answers_client else "encode" if is_encode else "prefill", instance.id)
+        state = "decode" if answers_client else "encode" if instance.role is _ENCODE else "prefill"
+        context.life.enter(state, instance.id)
         if not leg.changes:  # it computes everything: what a prefill that broke off may have left is for nobody
             context.abandon_kv(gone=False)
         if recorder is not None and leg.resume_from is not None:
@@ -140,7 +137,7 @@ class LegRunner(LegSettlement):
         if not answers_client:
             running.exchange = context.send_leg(leg, sink, recorder, False)
             limit_s = settings.prefill_timeout_s
-            resources.deadlines.start(self._owner, min(limit_s, _ENCODE_S) if is_encode else limit_s)
+            resources.deadlines.start(self._owner, limit_s if leg.limit_s is None else min(limit_s, leg.limit_s))
             return
         running.exchange = context.send_leg(leg, sink, recorder, context.claim_kv())
         limit_s = settings.decode_timeout_s

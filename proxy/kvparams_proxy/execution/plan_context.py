@@ -3,12 +3,13 @@
 KV that is held for the request is fetched, released or counted as orphaned.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from kvparams.dialects.interface import BootstrapInfo, Dialect, rank_key
-from kvparams.instances import Instance, Role
+from pydantic_core import to_json
+
+from kvparams.dialects.interface import BootstrapInfo, Dialect
+from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.routing.handoff_verifier import HandoffRefused
 from kvparams.routing.plan import KVLease, Leg
 from kvparams.routing.request_lifecycle import RequestLifecycle
@@ -26,7 +27,6 @@ from kvparams_proxy.upstream.types import ResponseSink
 
 __all__ = ["PlanContext"]
 
-_log: Final = logging.getLogger(__name__)
 _MOST_MISSING: Final = 16
 """Engines that are asked for an adapter that they have lost, in one request."""
 _TOOLS: Final = ("tools", "tool_choice")
@@ -46,6 +46,7 @@ class PlanContext:
         "answer_form",
         "client_authorization",
         "endpoint",
+        "ends_at_s",
         "inbound",
         "kv_claimed",
         "kv_producer",
@@ -94,6 +95,8 @@ class PlanContext:
         """Headers of every leg."""
         self.client_authorization = b"" if authorization is None else b"authorization: %b\r\n" % authorization
         """One more, for engines that have no key of their own."""
+        self.ends_at_s: float | None = None
+        """When the whole request has to have ended."""
         self.kv_claimed = False
         """Whether an engine may have been told to fetch the KV that is held."""
         self.kv_producer: Instance | None = None
@@ -139,16 +142,31 @@ class PlanContext:
         inbound = self.inbound
         return one_token_changes(self.endpoint.kind, inbound.body, inbound.member_spans, inbound.sampling_spans)
 
-    def encode_changes(self) -> Mapping[str, bytes | None]:
+    def time_left(self) -> float | None:
+        """See `ExecutionContext.time_left`."""
+        return None if self.ends_at_s is None else self.ends_at_s - self.now()
+
+    def can_split(self, request: RequestFacts) -> bool:
+        """See `ExecutionContext.can_split`."""
+        resources = self._resources
+        dialects = {each.dialect for each in resources.fleet.candidates(Role.PREFILL, request)}
+        return bool(dialects) and all(resources.dialects[each].can_split(request) for each in dialects)
+
+    def encode_changes(self, instance: Instance) -> Mapping[str, bytes | None]:
         """See `ExecutionContext.encode_changes`."""
-        return {**self.one_token_changes(), **dict.fromkeys(_TOOLS)}
+        changes = {**self.one_token_changes(), **dict.fromkeys(_TOOLS)}
+        model, fleet = self.inbound.facts.model, self._resources.fleet
+        if model is not None and not fleet.member(instance).serves(model):
+            base = fleet.base_model_of(model)
+            if base is not None:
+                changes["model"] = to_json(base)
+        return changes
 
     def record_encoding(self, problem: str | None) -> None:
         """See `ExecutionContext.record_encoding`."""
         self.account.is_encoded = problem is None
         if problem is not None:
-            said = "no encode engine has encoded its media, so the engine of its prompt does"
-            _log.warning("request %s: %s: %s", self.inbound.facts.request_id, said, problem[:500])
+            self._resources.encoding_log.write(self.inbound.facts.request_id, problem)
 
     def now(self) -> float:
         """See `ExecutionContext.now`."""
@@ -238,7 +256,9 @@ class PlanContext:
             once: whether the leg must not be sent again, even where the engine has most likely not seen it.
         """
         resources = self._resources
-        named = None if leg.instance.rank is None else rank_key(resources.dialects[leg.instance.dialect])
+        instance, named = leg.instance, None
+        if instance.rank is not None and instance.role is not Role.ENCODE:  # theirs is no dialect that routes
+            named = resources.dialects[instance.dialect].rank_key
         path, body = build_leg_request(self.endpoint, self.inbound, leg, recorder, resources.response_ids, named)
         member = resources.fleet.member(leg.instance)  # what has its name may be another instance
         pool = resources.pools.for_member(member)

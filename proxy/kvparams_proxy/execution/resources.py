@@ -15,6 +15,7 @@ from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.event_loop.step_runner import StepRunner
 from kvparams_proxy.event_loop.turn_batcher import TurnBatcher
 from kvparams_proxy.execution.decode_picker import DecodePicker
+from kvparams_proxy.execution.encoding_log import EncodingLog
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.kv_releaser import KVReleaser
 from kvparams_proxy.fleet.fleet import Fleet
@@ -76,6 +77,7 @@ class ExecutionResources:
     handoff_verifier: HandoffVerifier
     response_ids: ResponseIds
     """Makes the ids of responses that engines store."""
+    encoding_log: EncodingLog
     decode_picker: DecodePicker | None = None
     """Who chooses decode instances, where that is not the fleet's policy."""
     token_service: TokenService | None = None

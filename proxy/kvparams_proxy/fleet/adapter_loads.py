@@ -9,7 +9,14 @@ from kvparams.routing.adapter_metrics import AdapterMetrics
 from kvparams.routing.adapter_slots import AdapterSlots
 from kvparams_proxy.fleet.member import Member
 
-__all__ = ["AdapterLegs", "correct_slots", "record_adapters", "with_adapter_loads", "with_free_slots"]
+__all__ = [
+    "AdapterLegs",
+    "base_model_of",
+    "correct_slots",
+    "record_adapters",
+    "with_adapter_loads",
+    "with_free_slots",
+]
 
 
 def record_adapters(member: Member, adapters: Collection[str]) -> None:
@@ -66,6 +73,11 @@ class AdapterLegs:
         slots = member.adapter_slots
         if self.on_used is not None and slots is not None and slots.newest == adapter != before:
             self.on_used(member, adapter)
+
+
+def base_model_of(members: Iterable[Member], adapter: str) -> str | None:
+    """Returns the base model of a LoRA adapter that one of the members serves, or None."""
+    return next((each.base_model for each in members if adapter in each.adapters), None)
 
 
 def with_adapter_loads(facts: RequestFacts, members: Iterable[Member]) -> RequestFacts:

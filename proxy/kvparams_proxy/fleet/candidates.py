@@ -7,6 +7,7 @@ from typing import Final
 from kvparams.instances import RequestFacts, Role
 from kvparams.routing.pairing import PairKey, pair_key
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.fleet.adapter_loads import base_model_of
 from kvparams_proxy.fleet.leg_queue import unavailable_error
 from kvparams_proxy.fleet.member import Member
 
@@ -112,7 +113,12 @@ class Candidates:
 
     def _able(self, role: Role, model: str | None, suspicion: int) -> list[Member]:
         members = self._members.values()
-        return [m for m in members if m.instance.role is role and m.is_usable(suspicion) and m.serves(model)]
+        found = [m for m in members if m.instance.role is role and m.is_usable(suspicion) and m.serves(model)]
+        if not found and role is Role.ENCODE and model is not None:
+            base = base_model_of(members, model)  # an adapter leaves encodings as they are, in all but few engines
+            if base is not None:
+                found = [m for m in members if m.instance.role is role and m.is_usable(suspicion) and m.serves(base)]
+        return found
 
     def _keys(self, role: Role, model: str | None, avoid: Collection[str], suspicion: int) -> set[PairKey]:
         return {pair_key(m.instance) for m in self._able(role, model, suspicion) if m.instance.id not in avoid}

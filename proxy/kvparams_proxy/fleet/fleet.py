@@ -11,6 +11,7 @@ from kvparams.dialects.interface import BootstrapInfo
 from kvparams.instances import Instance, RequestFacts, Role, ranks_key
 from kvparams.routing.pairing import PairTarget, pair_key
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.fleet.adapter_loads import base_model_of
 from kvparams_proxy.fleet.fleet_members import LAST_LEG_ENDED, FleetMembers
 from kvparams_proxy.fleet.health import RoleHealth, health_by_role
 from kvparams_proxy.fleet.leg_queue import LegWaiter, QueueObserver, RemoteLeg
@@ -287,6 +288,10 @@ class Fleet(FleetMembers):
         """Returns the base model of each LoRA adapter that the engines report."""
         members = self._members.values()
         return {adapter: each.base_model or "" for each in members for adapter in each.adapters}
+
+    def base_model_of(self, adapter: str) -> str | None:
+        """Returns the base model of a LoRA adapter that an engine serves, or None."""
+        return base_model_of(self._members.values(), adapter)
 
     def set_needed_roles(self, roles: frozenset[Role]) -> None:
         """Sets the roles without which requests are refused."""

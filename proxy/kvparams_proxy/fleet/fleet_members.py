@@ -102,6 +102,7 @@ class FleetMembers:
         self._members: dict[str, Member] = {}
         self._pair_keys = Counter[PairKey]()
         """Of the members; with several it matters who is paired with whom."""
+        self._encode_instances = 0
         self._blame = FailureAttributor(breaker, self._members, self._states, now)
         self._earlier = RetiredInstances()
         self._leaving: set[Member] = set()
@@ -139,6 +140,11 @@ class FleetMembers:
     def members(self) -> Iterable[Member]:
         """The members that have not been removed, in the order they were named."""
         return self._members.values()
+
+    @property
+    def has_encode_instances(self) -> bool:
+        """True if an encode instance is among the members, ready or not."""
+        return self._encode_instances > 0
 
     def add(self, instance: Instance, why: str = "") -> Member:
         """Adds an instance, which can be chosen once it is known to be ready.
@@ -302,11 +308,14 @@ class FleetMembers:
             self._count_pair_key(instance)
 
     def _count_pair_key(self, instance: Instance) -> None:
-        if instance.role is not Role.ENCODE:  # it is paired with nobody
+        if instance.role is Role.ENCODE:  # it is paired with nobody
+            self._encode_instances += 1
+        else:
             self._pair_keys[pair_key(instance)] += 1
 
     def _forget_pair_key(self, instance: Instance) -> None:
         if instance.role is Role.ENCODE:
+            self._encode_instances -= 1
             return
         key = pair_key(instance)
         self._pair_keys[key] -= 1

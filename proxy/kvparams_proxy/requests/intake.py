@@ -86,6 +86,7 @@ def parse_request(
     session: str = "",
     keep_document: bool = False,
     keep_streamed: bool = False,
+    find_media: bool = False,
 ) -> ParsedRequest | None:
     """Parses a request's body at once, or returns None for one that is to be read in steps.
 
@@ -93,7 +94,7 @@ def parse_request(
     conversation; where it is empty, the body's `prompt_cache_key`.
 
     What it parses to is kept where the caller says so, always or of those who want a stream: kept by every request that
-    runs, it costs room in the processor's caches.
+    runs, it costs room in the processor's caches. `find_media`: `RequestFacts.media` is needed.
 
     Raises:
         ProxyError: 400 or 413, naming the member and what it should be.
@@ -116,7 +117,7 @@ def parse_request(
             rest, spans = edit_with_spans(rest, spans, changes)
     kept = document if keep_document or (keep_streamed and members[4]) else None
     parsed = _request(members, rest, spans, request_id, transfer_id, client, session, kept, rest is not body)
-    if may_have_media(kind, document) and (media := _finish(find_media_in_steps(kind, rest, spans))):
+    if find_media and may_have_media(kind, document) and (media := _finish(find_media_in_steps(kind, rest, spans))):
         parsed.facts = parsed.facts._replace(media=media)
     return parsed
 
@@ -131,13 +132,16 @@ def parse_request_in_steps(
     session: str = "",
     keep_document: bool = False,
     keep_streamed: bool = False,
+    find_media: bool = False,
 ) -> Generator[None, None, ParsedRequest]:
     """Parses a request's body of any length in steps of bounded work.
 
     Raises:
         ProxyError: as for `parse_request`.
     """
-    at_once = parse_request(kind, body, request_id, transfer_id, limits, client, session, keep_document, keep_streamed)
+    at_once = parse_request(
+        kind, body, request_id, transfer_id, limits, client, session, keep_document, keep_streamed, find_media
+    )
     if at_once is not None:
         return at_once
     receiver = _receiver(kind)
@@ -155,7 +159,7 @@ def parse_request_in_steps(
     kept = document if keep_document or (keep_streamed and members[4]) else None
     inbound = _request(members, rest, spans, request_id, transfer_id, client, session, kept, rest is not body)
     inbound.is_document_complete, inbound.sampling_spans = receiver.whole, sampling
-    if media := (yield from find_media_in_steps(kind, rest, spans)):
+    if find_media and (media := (yield from find_media_in_steps(kind, rest, spans))):
         inbound.facts = inbound.facts._replace(media=media)
     yield  # whoever gets it copies it
     return inbound

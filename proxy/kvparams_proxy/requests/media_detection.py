@@ -24,8 +24,14 @@ _MEDIUM: Final = re.compile(
 )
 """A part of OpenAI's APIs, and one of Anthropic's. A quote within a string follows a backslash, so this is never found
 inside one. Sources: vLLM 0.32.0 entrypoints/chat_utils.py, entrypoints/anthropic/protocol.py."""
-_CONTENT: Final = re.compile(rb'[ \t\r\n]*(?:"|.{0,256}?"(?:url|data)"[ \t\r\n]*:[ \t\r\n]*")', re.DOTALL)
-"""What stands between that and the medium, or the URL of one."""
+_CONTENT: Final = re.compile(rb'[ \t\r\n]*+(?:"|.{0,1024}?"(?:url|data)"[ \t\r\n]*+:[ \t\r\n]*+")', re.DOTALL)
+"""What stands between that and the medium, or the URL of one. Quantifiers that give nothing back keep it linear."""
+_SOURCE: Final = re.compile(rb'"(?:url|data)"[ \t\r\n]*+:[ \t\r\n]*+"')
+"""What stands before the medium in a `source` of Anthropic's API."""
+_SOURCE_NAME: Final = b'"source"'
+_WHITE_SPACE: Final = b" \t\r\n"
+_LONGEST_CONTENT: Final = 4 << 10
+"""Of `_CONTENT`: white space may be as long as the body."""
 _CONTAINERS: Final = b"[{"
 _WINDOW_BYTES: Final = 16 << 10
 _LONGEST_MEMBER: Final = 64
@@ -61,15 +67,44 @@ def find_media_in_steps(kind: EndpointKind, body: bytes, spans: Mapping[str, Mem
         if max(body.find(hint, at, stop) for hint in _HINTS) >= 0:
             found = _MEDIUM.search(body, at, stop)
             if found is not None:
-                return _name(body, found.end(), field.end)
+                return _name(body, found.start(), found.end(), field)
         yield
     return ""
 
 
-def _name(body: bytes, at: int, end: int) -> str:
-    """Returns the name of a medium whose part begins before `at`. `end`: of all messages."""
-    content = _CONTENT.match(body, at, end)
-    start = at if content is None else content.end()
-    stop = min(end, start + _HASHED_BYTES)
+def _name(body: bytes, first: int, at: int, field: MemberSpan) -> str:
+    """Returns the name of a medium.
+
+    Args:
+        body: the text.
+        first: where the match of `_MEDIUM` begins.
+        at: where it ends.
+        field: all messages.
+    """
+    start = _source_start(body, first, field.value)
+    if start < 0:
+        content = _CONTENT.match(body, at, min(field.end, at + _LONGEST_CONTENT))
+        if content is None:  # nothing of the text around it is taken for the medium
+            return xxhash.xxh3_64_hexdigest(b"")
+        start = content.end()
+    stop = min(field.end, start + _HASHED_BYTES)
     close = body.find(b'"', start, stop)
     return xxhash.xxh3_64_hexdigest(body[start : stop if close < 0 else close])
+
+
+def _source_start(body: bytes, first: int, low: int) -> int:
+    """Returns where the medium begins whose `source` ends before `first`, where its part has a type.
+
+    It is -1 where the member before the type is no source. Of a long medium it is a place close to its end.
+    """
+    low = max(low, first - _HASHED_BYTES)
+    before = body[low : first + 1].rstrip(_WHITE_SPACE + b",").rstrip(_WHITE_SPACE)
+    if not before.endswith(b"}"):
+        return -1
+    brace = before.rfind(b"{")
+    if brace < 0:
+        return low
+    if not before[:brace].rstrip(_WHITE_SPACE + b":").endswith(_SOURCE_NAME):
+        return -1
+    source = _SOURCE.search(before, brace)
+    return low + (brace if source is None else source.end())

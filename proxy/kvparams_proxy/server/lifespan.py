@@ -26,6 +26,7 @@ from kvparams_proxy.event_loop.deadlines import Deadlines
 from kvparams_proxy.event_loop.step_runner import StepRunner
 from kvparams_proxy.event_loop.turn_batcher import TurnBatcher
 from kvparams_proxy.execution.decode_picker import DecodePicker
+from kvparams_proxy.execution.encoding_log import EncodingLog
 from kvparams_proxy.execution.engine_addresses import EngineAddresses
 from kvparams_proxy.execution.kv_releaser import KVReleaser
 from kvparams_proxy.execution.resources import ExecutionResources
@@ -319,6 +320,7 @@ def _execution_resources(
         engine_addresses=parts.engine_addresses,
         handoff_verifier=plugins.handoff_verifier,
         response_ids=response_ids(settings),
+        encoding_log=EncodingLog(parts.loop.time),
         decode_picker=decode_picker,
         token_service=parts.token_service,
         tracer=None if settings.trace is None else Tracer(settings.trace, Random()),

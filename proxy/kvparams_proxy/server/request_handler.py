@@ -173,6 +173,7 @@ class RequestHandler:
                 admission.session_id,
                 resources.token_service is not None,
                 resources.settings.continuation,
+                resources.fleet.has_encode_instances,
             )
             if inbound is None:
                 _LongBodyRead(self, admission, downstream, done).begin(body)
@@ -205,6 +206,7 @@ class RequestHandler:
             admission.session_id,
             resources.token_service is not None,
             resources.settings.continuation,
+            resources.fleet.has_encode_instances,
         )
 
     def check_model(self, model: str | None) -> None:

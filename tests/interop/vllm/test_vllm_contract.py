@@ -4,12 +4,15 @@ import inspect
 import json
 import subprocess
 import sys
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import pytest
 
 from kvparams.dialects.ec import write_encodings
+from kvparams.instances import Instance, Role
+from kvparams.routing.handoff_verifier import HandoffVerifier
 from kvparams_connectors.engines.vllm.transfer_specs import NULL_BLOCK
 from tests.interop.vllm.version import is_earlier
 
@@ -234,7 +237,10 @@ def test_what_an_encode_engine_says_reaches_the_connector_of_the_engine_of_the_p
             "shape": [16, 256],
         }
     }
-    told = {"model": "m", "ec_transfer_params": json.loads(write_encodings(said))}
+    engine = Instance("e", "b", Role.ENCODE, "http://10.0.0.5:8000", "ec")
+    verify = partial(HandoffVerifier(()).verify, engine)
+    told = {"model": "m", "ec_transfer_params": json.loads(write_encodings(said, verify))}
+    said["5e" * 32].pop("metadata")
     messages = [{"role": "user", "content": "Who?"}]
     chat = chats.ChatCompletionRequest.model_validate({**told, "messages": messages})
     response = responses.ResponsesRequest.model_validate({**told, "input": "Who?"})

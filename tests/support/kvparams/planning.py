@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvparams.dialects.interface import BootstrapInfo, Dialect
-from kvparams.instances import Instance, Role
+from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.routing.handoff_verifier import HandoffVerifier
 from kvparams.routing.pairing import may_pair
 from kvparams.routing.plan import AcquireInstance, KVLease, Leg, LegFailed, LegPair, LegResult, Plan
@@ -51,6 +51,7 @@ class Table:
         self.retries = retries
         self.cut = one_token or {"max_tokens": b"1"}
         self.clock_s = 100.0
+        self.ends_at_s: float | None = None
         self.waits_s = 0.0
         """How long every choice of a decode instance takes."""
         self.cached: dict[str, int] = {}
@@ -89,7 +90,13 @@ class Table:
     def one_token_changes(self) -> dict[str, bytes | None]:
         return self.cut
 
-    def encode_changes(self) -> dict[str, bytes | None]:
+    def time_left(self) -> float | None:
+        return None if self.ends_at_s is None else self.ends_at_s - self.clock_s
+
+    def can_split(self, request: RequestFacts) -> bool:
+        return self.speech.can_split(request)
+
+    def encode_changes(self, instance: Instance) -> dict[str, bytes | None]:
         return {**self.cut, "tools": None}
 
     def record_encoding(self, problem: str | None) -> None:

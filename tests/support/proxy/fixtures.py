@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from demo.client import NO_CERTIFICATES
-from kvparams.instances import Instance, Role
+from kvparams.instances import DataParallelRank, Instance, Role
 from kvparams.routing.breaker import BreakerLimits
 from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.server.app import create_app
@@ -171,7 +171,7 @@ StartProxy = Callable[..., Awaitable[Proxy]]
 def proxy(stack: AsyncExitStack, direct: bool) -> StartProxy:
     """Start a proxy in front of engines: `await proxy(prefill=[url, ...], decode=[url, ...], dialect="nixl")`.
 
-    `encode` are further engines; `addresses` those that prefill and encode engines may name.
+    `encode` are further engines, of this rank; `addresses` those that prefill and encode engines may name.
     """
 
     async def start(
@@ -180,12 +180,16 @@ def proxy(stack: AsyncExitStack, direct: bool) -> StartProxy:
         dialect: str = "nixl",
         addresses: tuple[str, ...] = (),
         encode: Sequence[str] = (),
+        encode_rank: DataParallelRank | None = None,
         **changes: object,
     ) -> Proxy:
         instances = (
             *(instance(Role.PREFILL, url, dialect, number, addresses) for number, url in enumerate(prefill)),
             *(instance(Role.DECODE, url, dialect, number) for number, url in enumerate(decode)),
-            *(instance(Role.ENCODE, url, "ec", number, addresses) for number, url in enumerate(encode)),
+            *(
+                replace(instance(Role.ENCODE, url, "ec", number, addresses), rank=encode_rank)
+                for number, url in enumerate(encode)
+            ),
         )
         settings = replace(Settings(instances, expose_route=True), **changes)  # pyright: ignore[reportArgumentType]
         return await stack.enter_async_context(running(settings, direct))

@@ -73,7 +73,7 @@ async def staged(documented: type) -> AsyncIterator[StartMode]:
             way: Way, apart: str | None = None, names: Sequence[str | None] = ("g0", "g1"), **changes: Any
         ) -> ModeStage:
             """`apart`: what sets engines apart, a `group` or `compatibility`; `names`: one for each of a role."""
-            actors = {role.value: [Actor(role) for _ in names] for role in Role}
+            actors = {role.value: [Actor(role) for _ in names] for role in Role if role is not Role.ENCODE}
             for each in actors.values():
                 for actor in each:
                     await actor.begin()

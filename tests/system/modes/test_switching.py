@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from kvparams.instances import Role
 from kvparams_proxy.config.fleet_file import FleetFileProvider
 from kvparams_proxy.config.settings import default_spec_rules
 from kvparams_proxy.secret import Secret
@@ -101,4 +102,4 @@ async def test_a_changed_file_switches_and_health_asks_for_what_is_needed(staged
     new.replace(path)
     health = (await stage.running.client.get("/health")).json()
     assert health["status"] == "ok"
-    assert set(health["roles"]) == {"prefill", "decode", "aggregated"}
+    assert set(health["roles"]) == set(Role)

@@ -10,5 +10,6 @@ from tests.support.proxy.fixtures import (
     stub,
     stubbed,
 )
+from tests.system.proxy.encode_site import site
 
-__all__ = ["direct", "proxy", "pytest_asyncio_loop_factories", "scripted", "stack", "stage", "stub", "stubbed"]
+__all__ = ["direct", "proxy", "pytest_asyncio_loop_factories", "scripted", "site", "stack", "stage", "stub", "stubbed"]

@@ -2,40 +2,33 @@
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from kvparams.instances import Role
-from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams_proxy.secret import Secret
 from kvparams_proxy.upstream.types import UpstreamLimits
 from tests.support.waiting import until
+from tests.system.proxy.encode_site import (
+    CHAT_ANSWER,
+    HANDED_ON,
+    HASH,
+    PEER,
+    PICTURE,
+    Script,
+    Site,
+    chat,
+    encoding,
+    failing,
+)
 from tests.system.proxy.test_legs import ANSWER, NIXL, answering
 from tests.system.proxy.upstream.test_broken_engines import DONE, EVENT, SSE, chunk, sending
 
-Script = Callable[[bytes, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-HASH = "4d7721c50a37c90758c55ef5441692a3c3e0fd2ed36247bb0381d3fba3c0864d"
-PEER = {"peer_host": "127.0.0.1", "peer_port": 5601, "size_bytes": 16_384, "shape": [16, 256]}
-ENCODED: dict[str, Any] = {HASH: {"item_indices": [0], "metadata": {}, **PEER}}
-CHAT_ANSWER = {
-    **ANSWER,
-    "object": "chat.completion",
-    "choices": [{"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "length"}],
-}
-PICTURE = "data:image/png;base64," + "iVBORw0KGgo" * 100
 LONG_PICTURE = "data:image/png;base64," + "iVBORw0KGgo" * 100_000
 TOOLS: list[dict[str, Any]] = [
     {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 ]
-
-
-def chat(url: str = PICTURE, **more: Any) -> dict[str, Any]:
-    content = [{"type": "text", "text": "Who?"}, {"type": "image_url", "image_url": {"url": url}}]
-    return {"model": "stub", "messages": [{"role": "user", "content": content}], "max_tokens": 64, **more}
 
 
 def responses(**more: Any) -> dict[str, Any]:
@@ -59,54 +52,6 @@ ANSWERS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"id": "resp_1", "object": "response", "output": [{"type": "message", "content": []}]},
     "/v1/messages": {"id": "msg_1", "type": "message", "content": [{"type": "text", "text": "x"}], "usage": {}},
 }
-
-
-class Site:
-    """A proxy before an engine of each role, and the order in which they were asked."""
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-        self.bodies: list[dict[str, Any]] = []
-        self.running: Any = None
-
-    def noting(self, who: str, script: Script) -> Script:
-        async def note(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if b'"messages"' in body or b'"input"' in body or b'"prompt"' in body:
-                self.order.append(who)
-                self.bodies.append(json.loads(body))
-            await script(body, reader, writer)
-
-        return note
-
-
-@pytest.fixture
-def site(scripted: Any, proxy: Any) -> Any:
-    """Start it: `await site(encode_script, ...)`."""
-
-    async def start(
-        *encode: Script, answer: dict[str, Any] = CHAT_ANSWER, decoding: Script | None = None, **changes: Any
-    ) -> Site:
-        site = Site()
-        prefill = await scripted(site.noting("prefill", answering(answer | {"kv_transfer_params": NIXL})))
-        telling: Script = answering(answer | {"ec_transfer_params": ENCODED})
-        decode = await scripted(site.noting("decode", decoding or telling))
-        engines = [await scripted(site.noting(f"encode-{place}", each)) for place, each in enumerate(encode)]
-        urls = [engine.url for engine in engines]
-        site.running = await proxy([prefill.url], [decode.url], encode=urls, **changes)
-        return site
-
-    return start
-
-
-def encoding(said: Any = ENCODED, answer: dict[str, Any] = CHAT_ANSWER) -> Script:
-    return answering(answer | {"ec_transfer_params": said})
-
-
-def failing(status: bytes = b"500 X") -> Script:
-    async def script(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 %b\r\ncontent-length: 2\r\n\r\n{}" % status)
-
-    return script
 
 
 async def encode_failures(there: Site) -> float:
@@ -138,7 +83,7 @@ async def test_a_picture_is_encoded_then_prefilled_then_decoded(site: Any, path:
     asked = {limit: 1, "stream": False, **({} if path == "/v1/messages" else {"ignore_eos": True})}
     stored = {"store": False} if path == "/v1/responses" else {}
     assert first == {k: v for k, v in client.items() if k != "tools"} | asked | stored
-    assert second.pop("ec_transfer_params") == ENCODED
+    assert second.pop("ec_transfer_params") == HANDED_ON
     assert second.pop("kv_transfer_params")["do_remote_decode"] is True
     assert second == client | asked | stored
     assert third.pop("kv_transfer_params")["remote_port"] == NIXL["remote_port"]
@@ -174,7 +119,7 @@ async def test_a_client_that_wants_a_stream_has_its_picture_encoded_without_one(
 
 
 async def test_encodings_of_many_media_in_a_long_answer_are_handed_on(site: Any) -> None:
-    many = {f"{number:064x}": ENCODED[HASH] | {"item_indices": [number]} for number in range(150)}
+    many = {f"{number:064x}": HANDED_ON[HASH] | {"item_indices": [number]} for number in range(150)}
     there = await site(encoding(many))
     assert (await there.running.client.post("/v1/chat/completions", json=chat())).status_code == 200
     assert there.bodies[1]["ec_transfer_params"] == many
@@ -217,7 +162,7 @@ async def test_another_encode_engine_takes_over(site: Any, script: Script) -> No
         got = await there.running.client.post("/v1/chat/completions", json=chat(f"{PICTURE}{number}"))
         assert got.status_code == 200, got.text
         orders.add(tuple(there.order))
-        assert there.bodies[-2]["ec_transfer_params"] == ENCODED
+        assert there.bodies[-2]["ec_transfer_params"] == HANDED_ON
     assert orders == {("encode-0", "encode-1", "prefill", "decode"), ("encode-1", "prefill", "decode")}
     assert await there.running.metric('kvparams_proxy_encodings_total{encoded="yes"}') == 8
     assert await encode_failures(there) >= 1
@@ -283,26 +228,6 @@ async def test_encode_engines_that_are_full_or_gone_are_done_without(site: Any, 
     assert "x-kvparams-encode" not in got.headers
 
 
-async def test_a_request_that_waits_for_an_encode_engine_too_long_goes_on_without(site: Any) -> None:
-    held = asyncio.Event()
-
-    async def slow(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await held.wait()
-        await encoding()(body, reader, writer)
-
-    limits = {Role.ENCODE: RoleLimits(requests=1)}
-    there = await site(slow, limits=limits, queue=QueueLimits(wait_s=0.2))
-    first = asyncio.create_task(there.running.client.post("/v1/chat/completions", json=chat()))
-    await until(lambda: there.order == ["encode-0"])
-    assert (await there.running.client.post("/v1/chat/completions", json=chat())).status_code == 200
-    assert there.order == ["encode-0", "prefill", "decode"]
-    assert await there.running.metric('kvparams_proxy_encodings_total{encoded="no"}') == 1
-    held.set()
-    assert (await first).status_code == 200
-    assert await there.running.metric('kvparams_proxy_encodings_total{encoded="yes"}') == 1
-    assert await there.running.metric("kvparams_proxy_in_flight") == 0
-
-
 async def test_a_client_that_leaves_while_its_picture_is_encoded_ends_the_leg(site: Any) -> None:
     left = asyncio.Event()
 
@@ -357,7 +282,7 @@ async def test_every_mode_that_splits_has_an_encode_leg(site: Any, local: str | 
     got = await there.running.client.post("/v1/chat/completions", json=chat(PICTURE * 3))
     assert got.status_code == 200, got.text
     assert there.order == ["encode-0", "prefill", "decode"]
-    assert there.bodies[1]["ec_transfer_params"] == ENCODED
+    assert there.bodies[1]["ec_transfer_params"] == HANDED_ON
 
 
 async def test_a_route_is_explained_by_the_leg_that_costs_most(site: Any) -> None:

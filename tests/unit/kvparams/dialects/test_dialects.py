@@ -94,8 +94,8 @@ def test_one_that_was_written_before_a_member_was_asked_for_is_refused_by_its_na
     found, refused = load_routable_dialects()
     assert list(found) == ["nixl"]
     assert refused == {
-        "older": "it has no carries_keys_in_body, sends_legs_together: is it for another kvparams? "
-        "See kvparams.dialects.interface.Dialect"
+        "older": "it has no carries_keys_in_body, decode_only_keys, prompt_ids_key, rank_key, sends_legs_together: "
+        "is it for another kvparams? See kvparams.dialects.interface.Dialect"
     }
 
 

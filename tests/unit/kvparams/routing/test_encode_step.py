@@ -31,6 +31,7 @@ FROM_ENCODER = {
         "shape": [16, 256],
     }
 }
+HANDED_ON = {HASH: {name: value for name, value in FROM_ENCODER[HASH].items() if name != "metadata"}}
 FROM_PREFILL = {
     "remote_engine_id": "e",
     "remote_block_ids": [[1, 2]],
@@ -82,7 +83,7 @@ def test_the_encode_leg_comes_first_and_prefill_alone_is_told(
     table = Table(dialect, fleet_of(encode=2))
     legs = table.run(manager.legs(MEDIA._replace(prompt_tokens=1000), table), answered)
     assert roles(legs) == [Role.ENCODE, Role.PREFILL, Role.DECODE]
-    assert [told(leg) for leg in legs] == [None, FROM_ENCODER, None]
+    assert [told(leg) for leg in legs] == [None, HANDED_ON, None]
     assert dict(legs[0].changes) == {"max_tokens": b"1", "tools": None}
     assert not legs[0].answers_client
     assert table.encodings == [None]
@@ -92,7 +93,7 @@ def test_an_aggregated_engine_is_told_and_a_decode_engine_alone_is_not() -> None
     table = Table(NIXL, fleet_of(aggregated=1, encode=1))
     legs = table.run(Aggregated().legs(MEDIA, table), answered)
     assert roles(legs) == [Role.ENCODE, Role.AGGREGATED]
-    assert told(legs[1]) == FROM_ENCODER
+    assert told(legs[1]) == HANDED_ON
     table = Table(NIXL, fleet_of(encode=1))
     assert roles(table.run(Aggregated(role=Role.DECODE).legs(MEDIA, table), answered)) == [Role.DECODE]
 
@@ -180,7 +181,7 @@ def test_the_encode_step_never_fails_a_request(engines: int, ends: list[str], st
     assert len(legs) == len(encoding) + 2
     assert sorted(each.id for each in held) == sorted(table.given_back)
     is_encoded = bool(encoding) and last == "ok"
-    assert told(legs[-2]) == (FROM_ENCODER if is_encoded else None)
+    assert told(legs[-2]) == (HANDED_ON if is_encoded else None)
     assert [problem is None for problem in table.encodings] == [is_encoded]
 
 
@@ -201,7 +202,7 @@ def test_an_address_that_is_not_the_encode_engines_reaches_nobody() -> None:
         seen.append(told(next(leg for leg in legs if leg.instance.role is Role.PREFILL)))
         if pins is not None:
             assert "169.254.169.254" in str(table.encodings), "the operator is told"
-    assert seen == [None, stray]
+    assert seen == [None, {HASH: {**HANDED_ON[HASH], "peer_host": "169.254.169.254"}}]
 
 
 @pytest.mark.parametrize(
@@ -234,5 +235,64 @@ def test_encodings_are_told_to_a_second_prefill_engine_too() -> None:
 
     legs = table.run(PrefillThenDecode().legs(MEDIA, table), answer)
     assert roles(legs) == [Role.ENCODE, Role.PREFILL, Role.PREFILL, Role.DECODE]
-    assert [told(leg) for leg in legs[1:3]] == [FROM_ENCODER, FROM_ENCODER]
+    assert [told(leg) for leg in legs[1:3]] == [HANDED_ON, HANDED_ON]
     assert len({leg.instance.id for leg in legs[1:3]}) == 2
+
+
+@pytest.mark.parametrize("manager", SPLIT)
+def test_a_request_that_cannot_be_split_is_not_encoded(manager: DisaggregatedRequestManager) -> None:
+    """Decode engines are told of no encodings."""
+    table = Table(NIXL, fleet_of(encode=1))
+    legs = table.run(manager.legs(MEDIA._replace(choices=2), table), answered)
+    assert roles(legs) == [Role.DECODE]
+    assert table.encodings == []
+
+
+@pytest.mark.parametrize(("left_s", "limit_s"), [(None, 60.0), (1000.0, 60.0), (40.0, 10.0), (1.0, 0.25)])
+def test_all_encode_legs_together_leave_most_of_the_time_to_prefill_and_decode(
+    left_s: float | None, limit_s: float
+) -> None:
+    table = Table(NIXL, fleet_of(encode=3))
+    table.clock_s = 0.0
+    table.ends_at_s = left_s
+    spent_s = [0.75 * limit_s, 0.25 * limit_s]
+
+    def answer(leg: Leg) -> LegResult | LegFailed:
+        if leg.instance.role is Role.ENCODE:
+            table.clock_s += spent_s.pop(0)
+            return LegFailed("it was silent", another=True)
+        return answered(leg)
+
+    legs = table.run(PrefillThenDecode().legs(MEDIA, table), answer)
+    assert roles(legs) == [Role.ENCODE, Role.ENCODE, Role.PREFILL, Role.DECODE]
+    assert [leg.limit_s for leg in legs] == [limit_s, 0.25 * limit_s, None, None]
+
+
+@pytest.mark.parametrize("left_s", [0.0, -1.0, 40.0])
+def test_an_encode_engine_is_not_asked_when_the_time_is_over(left_s: float) -> None:
+    table = Table(NIXL, fleet_of(encode=2))
+    table.ends_at_s = table.clock_s + left_s
+
+    def answer(leg: Leg) -> LegResult | LegFailed:
+        if leg.instance.role is Role.ENCODE:
+            table.clock_s += left_s
+            return LegFailed("it was silent", another=True)
+        return answered(leg)
+
+    legs = table.run(PrefillThenDecode().legs(MEDIA, table), answer)
+    assert roles(legs) == [Role.ENCODE] * (left_s > 0) + [Role.PREFILL, Role.DECODE]
+    assert [problem is None for problem in table.encodings] == [False]
+
+
+def test_the_operator_is_told_nothing_that_an_engine_has_said() -> None:
+    table = Table(NIXL, fleet_of(encode=1))
+
+    def answer(leg: Leg) -> LegResult | LegFailed:
+        if leg.instance.role is not Role.ENCODE:
+            return answered(leg)
+        failure = LegFailed("the client's own words", another=False)
+        failure.evidence = "a leg was answered 400"
+        return failure
+
+    table.run(PrefillThenDecode().legs(MEDIA, table), answer)
+    assert table.encodings == ["a leg was answered 400"]

@@ -1,16 +1,18 @@
 """Tests which requests have media in them, and that equal media have equal names."""
 
 import json
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvparams.jsontext.document import JSONLimits, find_members
+from kvparams.jsontext.document import JSONLimits, MemberSpan, find_members
 from kvparams_proxy.requests.endpoints import EndpointKind
 from kvparams_proxy.requests.intake import parse_request, parse_request_in_steps
 from kvparams_proxy.requests.media_detection import find_media_in_steps
+from tests.support.processor import is_within
 from tests.support.proxy.steps import drained
 
 LIMITS = JSONLimits(max_bytes=64 << 20)
@@ -20,8 +22,8 @@ PICTURE = "data:image/png;base64," + "iVBORw0KGgo" * 50
 def media_of(kind: EndpointKind, body: dict[str, Any], *, indent: int | None = None) -> str:
     """The name, which is the same for whoever reads the body at once and in steps."""
     raw = json.dumps(body, indent=indent).encode()
-    parsed = drained(parse_request_in_steps(kind, raw, "r", "t", LIMITS))
-    at_once = parse_request(kind, raw, "r", "t", LIMITS)
+    parsed = drained(parse_request_in_steps(kind, raw, "r", "t", LIMITS, find_media=True))
+    at_once = parse_request(kind, raw, "r", "t", LIMITS, find_media=True)
     assert at_once is None or at_once.facts.media == parsed.facts.media
     return parsed.facts.media
 
@@ -78,6 +80,26 @@ def test_what_only_looks_like_media_is_none(kind: EndpointKind, body: dict[str, 
     assert media_of(kind, {**body, "user": "x" * 200_000} if long else body) == ""
 
 
+@pytest.mark.parametrize("size", [0, 200_000])
+def test_media_are_looked_for_only_where_somebody_encodes_them(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: they are found where they are looked for."""
+    searched: list[EndpointKind] = []
+
+    def search(kind: EndpointKind, *rest: Any) -> Any:
+        searched.append(kind)
+        return find_media_in_steps(kind, *rest)
+
+    monkeypatch.setattr("kvparams_proxy.requests.intake.find_media_in_steps", search)
+    body = chat({"type": "image_url", "image_url": {"url": PICTURE}}, {"type": "text", "text": "x" * size})
+    raw = json.dumps(body).encode()
+    found = [
+        drained(parse_request_in_steps("chat", raw, "r", "t", LIMITS, find_media=wanted)).facts.media
+        for wanted in (False, True)
+    ]
+    assert found == ["", found[1]] != ["", ""]
+    assert searched == ["chat"]
+
+
 @given(text=st.text())
 def test_no_text_is_taken_for_a_medium(text: str) -> None:
     raw = json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]}).encode()
@@ -112,3 +134,82 @@ def test_each_step_is_short_whatever_is_in_the_text(filling: str) -> None:
     raw = json.dumps({"messages": [{"role": "user", "content": filling * (400_000 // len(filling))}]}).encode()
     steps = find_media_in_steps("chat", raw, find_members(raw))
     assert sum(1 for _ in steps) >= len(raw) // (16 << 10)
+
+
+SPACE = b" " * 4_000_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'[{"image_url":' + SPACE + b"1}]",
+        b'[{"image_url":{"x":1,"url"' + SPACE + b":1}}]",
+        b'[{"image_url":{"url":' + SPACE + b'"x"}}]',
+        b'[{"image_url":{"x":[' + b'"url",' * 600_000 + b"1]}}]",
+        b'[{"image_url":{"x":[' + b'"url"     \t,' * 300_000 + b"1]}}]",
+        b'[{"type"' + SPACE + b':"image"}]',
+        b'[{"source":{}' + SPACE + b',"type":"image"}]',
+        b'[{"source":' + SPACE + b'{},"type":"image"}]',
+        b'[{"source":{' + b'"data" ,' * 500_000 + b'"x":1},"type":"image"}]',
+        b'[{"source":{"data"' + SPACE + b':1},"type":"image"}]',
+        b"[" + b"{" * 2_000_000 + b"}" * 2_000_000 + b',"type":"image"]',
+        b"[" + b'{"type":"image"  ' * 200_000,
+    ],
+)
+def test_no_step_holds_the_event_loop_whatever_stands_beside_a_medium(content: bytes) -> None:
+    raw = b'{"messages":' + content + b"}"
+    at = raw.index(b"[")
+    steps = find_media_in_steps("chat", raw, {"messages": MemberSpan(0, at, len(raw) - 1)})
+    longest_s = 0.0
+    has_ended = False
+    while not has_ended:
+        began_s = time.thread_time()
+        has_ended = next(steps, "ended") == "ended"
+        longest_s = max(longest_s, time.thread_time() - began_s)
+    assert is_within(longest_s, 0.005)
+
+
+def anthropic(data: str, question: str, *, type_last: bool, **more: object) -> dict[str, Any]:
+    source = {"type": "base64", "media_type": "image/png", "data": data, **more}
+    members = {"source": source, "type": "image"} if type_last else {"type": "image", "source": source}
+    return {**chat(members, {"type": "text", "text": question}), "max_tokens": 9}
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("more", [{}, {"later": "the same"}])
+def test_a_source_before_the_type_is_named_by_its_medium(indent: int | None, more: dict[str, object]) -> None:
+    def named(data: str, question: str, *, type_last: bool = True) -> str:
+        return media_of("messages", anthropic(data, question, type_last=type_last, **more), indent=indent)
+
+    for size in (10, 30_000):
+        one, other = "iVBORw0K" + "a" * size, "iVBORw0K" + "b" * size
+        assert named(one, "Who?") == named(one, "What?")
+        assert named(one, "Who?") != named(other, "Who?")
+        assert named(one, "Who?") == named(one, "Who?", type_last=False)
+    long, longer = ("iVBORw0K" + each * 100_000 for each in "ab")
+    assert named(long, "Who?") == named(long, "What?") != named(longer, "Who?")
+
+
+def test_a_medium_that_is_not_found_is_not_named_by_the_text_beside_it() -> None:
+    """The last has something before its type that is no source."""
+
+    def named(question: str, **members: object) -> str:
+        part = {"type": "text", "text": question}
+        return media_of("messages", {**chat(part, {**members, "type": "image"}, part), "max_tokens": 9})
+
+    around: list[dict[str, Any]] = [
+        {},
+        {"source": {}},
+        {"source": {"file_id": 7}},
+        {"cache_control": {"type": "ephemeral"}},
+    ]
+    for members in around:
+        assert named("Who?", **members) == named("What?", **members) != ""
+
+
+def test_a_url_behind_other_members_names_its_picture() -> None:
+    def named(url: str) -> str:
+        picture = {"detail": "high", "x": "y" * 300, "url": url}
+        return media_of("chat", chat({"type": "image_url", "image_url": picture}))
+
+    assert named("https://h/1") == named("https://h/1") != named("https://h/2")
