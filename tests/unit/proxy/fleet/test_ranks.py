@@ -113,7 +113,7 @@ def test_what_is_written_of_a_rank_is_the_entry_of_all(count: int, start: int, e
 
 def flags(*prefill: str) -> tuple[tuple[InstanceSpec, ...], list[str]]:
     problems = ConfigProblems()
-    arguments = Namespace(prefill=prefill, decode=[], aggregated=[], bootstrap=["a=http://h:8998"])
+    arguments = Namespace(prefill=prefill, decode=[], aggregated=[], encode=[], bootstrap=["a=http://h:8998"])
     found = engine_specs(arguments, StaticFleet(), RULES, problems)
     try:
         problems.raise_if_any()
