@@ -23,6 +23,8 @@ _LONGEST_S: Final = 60.0
 0.32.0 distributed/ec_transfer/ec_connector/cpu/scheduler) ..."""
 _SHARE: Final = 0.25
 """... and the most of what is left to the request: prefill and decode must have enough time without encodings."""
+_FIRST_SHARE: Final = 0.6
+"""The most of that for the first leg: an engine that says nothing leaves time for another one."""
 _UNCHANGED: Final[Mapping[str, bytes | None]] = {}
 
 
@@ -64,6 +66,7 @@ def encode_media(
             context.release_instance(instance)
             break
         try:
+            limit_s *= 1.0 if failed else _FIRST_SHARE
             leg = Leg(instance, context.encode_changes(instance), answers_client=False, limit_s=limit_s)
             said = as_result((yield leg)).ec_transfer_params
             text = write_encodings(said, partial(context.verify_handoff, instance))

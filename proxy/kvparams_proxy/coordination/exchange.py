@@ -298,6 +298,7 @@ class Exchange:
         if arrival is Arrival.AFTER_GAP:
             self.gaps += 1
             self._listener.forget_legs(sibling)
+            self._missed.missed(sibling, 2 * HEARTBEAT_S)  # it is heard twice in this time
         kind, payload = message.kind, message.payload
         if kind == MessageKind.ENTRIES:
             for entry in decode_entries(payload):
@@ -322,7 +323,7 @@ class Exchange:
             is_first = not sibling.info
             sibling.info = info
             if is_first and info.get("has_snapshot") and self.has_snapshot:
-                self._missed.missed(sibling)  # both have lived for a while without hearing each other
+                self._missed.missed(sibling, sibling.away_s)  # both have lived for a while without hearing each other
                 self._listener.sibling_returned()
             self._listener.check_info(sibling)
         self._missed.ask(sibling)

@@ -49,6 +49,8 @@ _log: Final = logging.getLogger(__name__)
 _UNLIKE_BEATS: Final = 2
 _RESTART_S: Final = 10.0
 """A restart that another proxy tells is the one that this proxy saw itself so recently."""
+_MOST_ADAPTERS: Final = 4096
+"""Such uses that are remembered."""
 _TOLD_S: Final = 2.5
 """The longest delay of a start for what the others know; alone it takes a second."""
 
@@ -98,6 +100,8 @@ class FleetSync:
         self._warned: set[tuple[int, str]] = set()
         self._restarts: dict[Member, float] = {}
         """When this proxy saw a member restart last."""
+        self._adapters_used: dict[tuple[int, str], float] = {}
+        """When this proxy told which adapter an engine has used, the latest last."""
         self._names = EngineNames()
         self.exchange: Final = Exchange(loop, own_id, transport, self._authenticator, self, self._describe, wall_clock)
         self._loads = LoadSync(fleet, self._names, self.exchange.flush_soon, self.exchange.siblings.alive)
@@ -162,6 +166,10 @@ class FleetSync:
         """See `FleetSharing`."""
         key = self._names.find_key(member)
         if key is not None:
+            self._adapters_used.pop((key, adapter), None)
+            self._adapters_used[key, adapter] = self._loop.time()
+            if len(self._adapters_used) > _MOST_ADAPTERS:
+                del self._adapters_used[next(iter(self._adapters_used))]
             self.exchange.publish(AdapterUsed(key, adapter))
 
     # ExchangeListener
@@ -260,7 +268,8 @@ class FleetSync:
     def recent(self, seconds: float) -> Iterator[Entry | None]:
         """See `ExchangeListener`."""
         yield from self._queues.snapshot()
-        yield from self._loaded_adapters()
+        since = self._loop.time() - seconds
+        yield from [AdapterUsed(*used) for used, at in self._adapters_used.items() if at >= since]
         if self._caches is not None:
             yield from self._caches.recent(seconds)
 

@@ -71,9 +71,14 @@ class MissedEntries:
         self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
 
-    def missed(self, sibling: Sibling) -> None:
-        """Hears that a sibling is heard again that lived all the time."""
-        self._missed[sibling.id] = _Missed(self._loop.time() - min(sibling.away_s, _MOST_AWAY_S))
+    def missed(self, sibling: Sibling, seconds: float) -> None:
+        """Hears that something is missing of what a sibling told in the last seconds. It lived all the time."""
+        since = self._loop.time() - min(seconds, _MOST_AWAY_S)
+        known = self._missed.get(sibling.id)
+        if known is None:
+            self._missed[sibling.id] = _Missed(since)
+        else:
+            known.since = min(known.since, since)
 
     def ask(self, sibling: Sibling) -> None:
         """Asks a sibling that has just been heard, if something of it is missing."""

@@ -25,6 +25,8 @@ _RETRY_S: Final = 1
 """After which it is worth asking again where an engine was busy or gone, and has not said when."""
 _LONGEST_RETRY_S: Final = 60
 """What an engine may say; the proxy's own queues say no more either."""
+_PATIENT_S: Final = 10.0
+"""An engine that does not answer within less than this may be well: the plan has given the leg little time."""
 _SECONDS: Final = re.compile(rb"[0-9]{1,18}")
 
 
@@ -58,6 +60,8 @@ class LegEnd(NamedTuple):
     """Whether the engine was shown a key of the operator's, or none, and not the client's."""
     shared: bool = False
     """Whether several engines are behind the instance: the next leg may reach another one."""
+    limit_s: float | None = None
+    """The plan's own limit of time for the leg, where it had one."""
 
     @property
     def status(self) -> int:
@@ -154,7 +158,8 @@ def _is_excused(end: LegEnd) -> bool:
     is_limited = status == 429 and not end.own_key  # the client's key is, others' need not be
     is_full = isinstance(error, UpstreamOverflow)  # that is not broken
     is_another = end.shared and (error is None or error.connected)  # the next one is not this one
-    return is_forbidden or is_limited or is_full or is_another
+    is_hurried = isinstance(error, UpstreamTimeout) and end.limit_s is not None and end.limit_s < _PATIENT_S
+    return is_forbidden or is_limited or is_full or is_another or is_hurried
 
 
 def _failure(

@@ -178,7 +178,7 @@ class LegSettlement:
         context, resources, recorder = self._context, self._resources, self._recorder
         pool = resources.pools.get(leg.instance.id)
         own_key = not context.client_authorization or pool is None or pool.has_own_key
-        end = LegEnd(leg.instance, head, raw, error, own_key, pool is not None and pool.shared)
+        end = LegEnd(leg.instance, head, raw, error, own_key, pool is not None and pool.shared, leg.limit_s)
         if leg.answers_client and end.kv_untouched:
             context.kv_claimed = False
         if gone:

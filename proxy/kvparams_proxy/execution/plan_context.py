@@ -217,15 +217,21 @@ class PlanContext:
     def record_missing_model(self, instance: Instance) -> bool:
         """Records that an engine seems not to know the request's LoRA adapter.
 
-        Returns whether another engine is asked. Each is asked once, and no more than `_MOST_MISSING`.
+        Returns whether another engine is asked. Each is asked once, and no more than `_MOST_MISSING`. One that is asked
+        again is the only one that this request may have: then its answer counts.
         """
         fleet, model = self._resources.fleet, self.inbound.facts.model
+        is_asked_again = instance.id in self.without_model
         lacking = fleet.check_adapter(instance, model)
         self.without_model += lacking
-        self._missing_legs += 1
-        may_ask = bool(lacking) and self._missing_legs < _MOST_MISSING
-        self._is_owed = may_ask and fleet.has_candidates(instance.role, model, self.without_model)
-        return self._is_owed
+        if is_asked_again or not lacking:
+            return False
+        may_ask = fleet.has_candidates(instance.role, model, self.without_model)
+        if instance.role is not Role.ENCODE:  # its step counts its legs itself
+            self._missing_legs += 1
+            may_ask = may_ask and self._missing_legs < _MOST_MISSING
+            self._is_owed = self._is_owed or may_ask
+        return may_ask
 
     def next_transfer(self) -> str:
         """See `ExecutionContext.next_transfer`."""
@@ -255,6 +261,7 @@ class PlanContext:
             recorder: remembers the stream, where it may have to be continued.
             once: whether the leg must not be sent again, even where the engine has most likely not seen it.
         """
+        self._is_owed = False  # what was owed was for a leg before this one
         resources = self._resources
         instance, named = leg.instance, None
         if instance.rank is not None and instance.role is not Role.ENCODE:  # theirs is no dialect that routes

@@ -218,7 +218,8 @@ class _PageReader:
         said = parse_adapter_metrics(raw)
         if said is None:
             return
-        if len(self._ranks) > 1:  # vLLM does not say which rank has an adapter (0.32.0 v1/metrics/loggers.py)
+        # vLLM does not say which rank has an adapter (0.32.0 v1/metrics/loggers.py).
+        if any(member.instance.rank is not None for member in self._ranks):
             said = said._replace(active=frozenset())
         for member in self._ranks:
             correct_slots(member, said)

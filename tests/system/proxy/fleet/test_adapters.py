@@ -223,9 +223,31 @@ async def test_an_adapter_lost_behind_a_url_is_lost_by_all_its_ranks(stack: Asyn
     for _ in range(6):
         assert (await found.ask("a")).status_code == 200
     assert prefill[0].missed <= 2  # no rank after another; until the probe has told, the next request may come
+    assert policy == "least_load" or prefill[0].missed >= 1
     await until(lambda: prefill[0].probes > before or prefill[0].missed == 0)
     assert prefill[0].probes <= before + 1
     assert len(prefill[1].by_model) == 6
+
+
+async def test_the_only_engine_that_a_request_may_have_is_not_asked_for_ever(stack: AsyncExitStack) -> None:
+    """Its prefill engine is paired with one decode engine. Another one serves the adapter, for other engines."""
+    prefill, lost, other = (AdapterActor(role, list(_ADAPTERS), 2) for role in ("prefill", "decode", "decode"))
+    for actor in (prefill, lost, other):
+        await actor.begin()
+        stack.callback(actor.end)
+    instances = (
+        replace(instance(Role.PREFILL, prefill.url, "store"), group="one"),
+        replace(instance(Role.DECODE, lost.url, "store"), group="one"),
+        replace(instance(Role.DECODE, other.url, "store", 1), group="two"),
+    )
+    settings = Settings(instances, slow_start_s=0.0, probe_interval_s=60.0)
+    found = Site(await stack.enter_async_context(running(settings, True)), [prefill], [lost, other])
+    lost.held_page = asyncio.Event()  # until it is answered, the adapter is not known to be lost
+    lost.adapters.remove("a")
+    assert (await found.ask("a")).status_code in (404, 503)
+    assert 1 <= lost.missed <= 2
+    assert len(prefill.by_model) <= 2
+    lost.held_page.set()
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

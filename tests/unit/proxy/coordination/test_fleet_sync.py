@@ -21,6 +21,7 @@ from tests.support.virtual_loop import VirtualLoop
 
 _SOON_S = 0.05
 _PROMPT = list(range(5000, 6000))
+_OTHER_PROMPT = list(range(7000, 8000))
 
 
 def _engines(count: int = 2) -> list[Instance]:
@@ -216,10 +217,14 @@ def test_what_is_told_to_nobody_is_a_gap_for_those_who_hear_it_all_the_same(site
     assert not a.shared.exchange.siblings.alive
     assert len(b.prefixes) == 1
     _end(a, instance, ask)
+    computed = _compute(a, "two", _OTHER_PROMPT)
+    assert not _cached(b, _OTHER_PROMPT)
     a.transport.is_deaf = False
     site.after(3 * HEARTBEAT_S)
     assert len(b.prefixes) == 0
     assert b.member(instance.id).backlog.wait_s == 0.0
+    site.after(3.0)
+    assert _cached(b, _OTHER_PROMPT)[computed] == 896, "what it told nobody is asked for"
 
 
 def test_a_new_proxy_gets_a_snapshot(site: Site) -> None:

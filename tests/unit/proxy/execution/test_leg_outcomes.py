@@ -55,6 +55,14 @@ ENDS: dict[str, tuple[LegEnd, Meaning]] = {
     "503": (LegEnd(DECODE, ResponseHead(503), b"", None), Meaning(503, True, True, is_busy=True)),
     "an error in the answer, 500": (LegEnd(DECODE, ResponseHead(200), b"", reported(500)), Meaning(502, True, True)),
     "an error in the answer, 400": (LegEnd(DECODE, ResponseHead(200), b"", reported(400)), Meaning(400, False, False)),
+    "silence while the plan had little time": (
+        LegEnd(DECODE, ResponseHead(), b"", SILENT, limit_s=2.0),
+        Meaning(504, True, False),
+    ),
+    "silence within a limit that is long": (
+        LegEnd(DECODE, ResponseHead(), b"", SILENT, limit_s=60.0),
+        Meaning(504, True, True),
+    ),
     "no connection is free": (
         LegEnd(DECODE, ResponseHead(), b"", BUSY),
         Meaning(503, True, False, True, False, True),
