@@ -67,6 +67,6 @@ def test_vllms_own_server_splits_requests(
     record({"beside": "in vLLM's server", "prompts": len(alone.asks), "different": 0, "tokens_loaded": loaded})
     steered = {"model": "tiny", "prompt": "x", "max_tokens": 1, "kv_transfer_params": {"do_remote_prefill": True}}
     assert httpx.post(f"{split.url}/v1/completions", json=steered, timeout=ANSWER_S).status_code == 200
-    refused = httpx.post(f"{split.url}/v1/messages", json={}, timeout=ANSWER_S)
+    refused = httpx.post(f"{split.url}/v1/load_lora_adapter", json={}, timeout=ANSWER_S)
     assert (refused.status_code, "not for clients" in refused.text) == (404, True)
     assert "vllm:" in httpx.get(f"{split.url}/metrics", timeout=ANSWER_S).text
