@@ -133,7 +133,9 @@ async def test_a_request_with_a_time_limit_goes_on_without_a_silent_encode_engin
     there = await site(silent, silent, request_timeout_s=2.0)
     got = await there.running.client.post(PATH, json=chat())
     assert got.status_code == 200, got.text
-    assert [who[:6] for who in there.order] == ["encode", "prefil", "decode"]
+    asked = [who[:6] for who in there.order]
+    assert asked[-2:] == ["prefil", "decode"]
+    assert asked[:-2] in (["encode"], ["encode"] * 2)  # deadlines are looked at some times a second
     assert await there.running.metric('kvparams_proxy_encodings_total{encoded="no"}') == 1
     assert await there.running.metric("kvparams_proxy_in_flight") == 0
 
