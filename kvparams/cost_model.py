@@ -24,7 +24,7 @@ _ADAPTER_LOAD_S: Final = 0.5
 """Seconds to load a LoRA adapter, before anything was seen: LoRAX issue 433 has 0.5 to 1 s, most of it for moving the
 weights from host to device."""
 _ADAPTER_LOAD_WEIGHT: Final = 0.1
-"""How much the newest load counts in the mean."""
+"""The weight of the newest load in the mean."""
 _LONGEST_LOAD_S: Final = 60.0
 """A load that takes longer counts as this: something else was slow."""
 _DOUBT: Final = 0.001
@@ -63,7 +63,7 @@ class FleetCostPrior:
 
     def __init__(self) -> None:
         self.adapter_load_s = _ADAPTER_LOAD_S
-        """What loading an adapter takes."""
+        """The seconds that loading an adapter takes."""
         self.amounts: tuple[float, ...] = _WORK
         self.token: float | None = None
         """Of that, what a token costs; None as long as none has told."""

@@ -31,7 +31,7 @@ class _PendingLeg(NamedTuple):
     link_s: float
     """Of that, until its own fetch begins."""
     load_s: float
-    """Of `seconds`, loading its LoRA adapter."""
+    """The part of `seconds` in which its LoRA adapter is loaded."""
 
 
 class _CompletedBatch(NamedTuple):

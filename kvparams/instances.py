@@ -43,7 +43,7 @@ class DataParallelRank:
     index: int
     """Its place among the ranks behind the URL, from 0: by this number requests are sent to it."""
     count: int
-    """How many ranks are behind the URL."""
+    """The number of ranks behind the URL."""
     start: int = 0
     """The number of the first rank behind the URL; above 0 where other URLs have the ranks before it."""
 
@@ -90,7 +90,7 @@ class Instance:
     """The highest version of the protocol that both it and whoever asked it speak: see `kvparams.versions`. One that
     speaks another is another incarnation."""
     rank: DataParallelRank | None = None
-    """Which data-parallel rank behind its URL it is; None where the URL is one engine."""
+    """The data-parallel rank behind its URL that it is; None where the URL is one engine."""
 
 
 def ranks_key(instance: Instance) -> tuple[Role, str] | None:

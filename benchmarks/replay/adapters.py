@@ -55,7 +55,7 @@ class AdapterRun:
 
     router: str
     loads: int
-    """Of adapters, on all workers."""
+    """The number of times an adapter was loaded, on all workers."""
     mean_s: float
     """Time to first token."""
     p99_s: float

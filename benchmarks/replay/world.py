@@ -54,7 +54,7 @@ class World:
     adapter_slots: int = 6
     """LoRA adapters that a prefill worker can have loaded."""
     adapter_load_s: float = 0.5
-    """What loading one takes, while the worker does nothing else: LoRAX issue 433 has 0.5 to 1 s."""
+    """The seconds that loading one takes, while the worker does nothing else: LoRAX issue 433 has 0.5 to 1 s."""
     seed: int = 7
 
     def factors(self, count: int) -> list[float]:

@@ -108,7 +108,7 @@ class NativeKey:
     """That engines connect to what it says: `kvparams.routing.handoff_verifier` holds it against the instance that said
     it."""
     rank_suffix: str | None = None
-    """With which the value of an engine with data-parallel ranks ends, before the number of the rank: the verifier
+    """The end of the value of an engine with data-parallel ranks, before the number of the rank: the verifier
     holds the number against the rank that was asked."""
     since: str | None = None
     """The release of the engine that brought it, in this form."""

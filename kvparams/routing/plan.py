@@ -120,7 +120,7 @@ class LegFailed(KVParamsError):
         self.instance: Instance | None = None
         """Whose leg it was, where the executor says."""
         self.evidence = ""
-        """How it failed, for the log, where the executor says: nothing that the engine or the client has said."""
+        """The way in which it failed, in the executor's words, for the log: never an engine's or a client's."""
         self.progress = sent
         """With `response_started`: from where another engine could go on; None where none can."""
 

@@ -27,7 +27,7 @@ class TTFTEstimate(NamedTuple):
     computed_tokens: int
     """The rest that should have to be computed, at least one: the first token comes from the last one's."""
     load_s: float = 0.0
-    """Of loading the request's LoRA adapter, before computing; 0 where the instance should have it."""
+    """The time to load the request's LoRA adapter, before computing; 0 where the instance should have it."""
 
     @property
     def busy_s(self) -> float:

@@ -3,6 +3,7 @@
 `LegRunner` says when a leg has ended; what the fleet, the prefix cache model and the plan hear of it is said here.
 """
 
+from collections.abc import Mapping
 from typing import Final, cast
 
 from kvparams.codec import kv_transfer_members
@@ -156,9 +157,7 @@ class LegSettlement:
             JSONTextError: the answer is not a JSON object.
             UpstreamErrorResponse: it is an error.
         """
-        document = answer.document
-        if (reported := embedded_error(document)) is not None:
-            raise UpstreamErrorResponse(reported)
+        document = _document(answer)
         if leg.resume_from is None:  # what the client is told is what its own prompt cost
             self._response.learn_prefill_usage(document)
             self._context.account.record_prefill(document)
@@ -224,8 +223,8 @@ class LegSettlement:
         return self._context.kv_producer if beside is None else beside.leg.instance
 
 
-def _encode_result(answer: EngineResponse) -> LegResult:
-    """Returns what an encode engine says of its encodings.
+def _document(answer: EngineResponse) -> Mapping[str, object]:
+    """Returns the document of an answer.
 
     Raises:
         JSONTextError: the answer is not a JSON object.
@@ -234,5 +233,10 @@ def _encode_result(answer: EngineResponse) -> LegResult:
     document = answer.document
     if (reported := embedded_error(document)) is not None:
         raise UpstreamErrorResponse(reported)
-    said = document.get("ec_transfer_params")
+    return document
+
+
+def _encode_result(answer: EngineResponse) -> LegResult:
+    """Returns what an encode engine says of its encodings. Raises what `_document` does."""
+    said = _document(answer).get("ec_transfer_params")
     return LegResult({}, cast("dict[str, object]", said) if isinstance(said, dict) else {})

@@ -223,7 +223,7 @@ print(KVConnectorFactory.get_connector_class_by_name("KVParamsConnector").__modu
 
 @pytest.mark.skipif(is_earlier(), reason="of 0.32")
 def test_what_an_encode_engine_says_reaches_the_connector_of_the_engine_of_the_prompt() -> None:
-    """In the form of ECCPUConnector, which runs on no CPU: it needs vLLM's V2 model runner, and that needs Triton."""
+    """The encodings have the form of ECCPUConnector, which needs Triton (vLLM's V2 model runner) and runs on no CPU."""
     chats: Any = import_module("vllm.entrypoints.openai.chat_completion.protocol")
     responses: Any = import_module("vllm.entrypoints.openai.responses.protocol")
     agents: Any = import_module("vllm.entrypoints.anthropic.protocol")

@@ -27,7 +27,7 @@ async def test_an_encode_engine_with_ranks_is_told_the_rank(site: Any) -> None:
 
 
 async def test_pictures_are_encoded_from_when_the_first_encode_engine_joins(site: Any, scripted: Any) -> None:
-    """And no longer when the last one has left: bodies are searched only meanwhile."""
+    """Bodies are searched only while there is one."""
     there = await site(admin_token=Secret("token"))
     bearer = {"authorization": "Bearer token"}
     late = await scripted(there.noting("late", encoding()))

@@ -143,7 +143,7 @@ async def test_without_media_no_encode_engine_is_asked(site: Any, path: str, bod
 
 
 async def test_what_a_client_says_of_encodings_reaches_nobody(site: Any) -> None:
-    """With an encode engine and, the control of the test, that it is asked."""
+    """The request goes to an encode engine as well: the control of the test."""
     evil = {HASH: {"peer_host": "169.254.169.254", "peer_port": 80}}
     for script in (encoding(), encoding(None)):
         there = await site(script)

@@ -69,7 +69,7 @@ class InstanceSpec:
     uid: str | None = None
     """What its source calls this incarnation: with another one it is another incarnation, whatever its name."""
     rank: DataParallelRank | None = None
-    """Which data-parallel rank behind its URL it is."""
+    """The data-parallel rank behind its URL that it is."""
 
     def make_instance(self) -> Instance:
         """Creates a new incarnation of the instance."""
