@@ -123,7 +123,7 @@ def _serve_adapters(replica: SharedProxy, adapters: Sequence[str], slots: int) -
     for member in replica.fleet.members:
         replica.fleet.record_probe(member, True, frozenset(adapters) or None, None, None, None, adapters)
         if member.adapter_slots is not None:
-            member.adapter_slots.clear()
+            member.adapter_slots.forget(member.adapter_slots.loaded)
             correct_slots(member, AdapterMetrics(slots, frozenset()))
 
 

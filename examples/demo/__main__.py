@@ -25,7 +25,7 @@ from demo.conversations import Fleet, hold_conversations
 from demo.display import Display
 from demo.folder import own_folder
 from demo.light_traffic import drive_traffic
-from demo.processes import ProcessError, Processes, is_free
+from demo.processes import SERVE_PORTS, ProcessError, Processes, is_free
 from demo.stores import KINDS, start_store
 from demo.texts import MAX_TURNS
 from demo.vllm_demo import NIXL, run_controls, start_vllm_fleet
@@ -35,6 +35,7 @@ from kvparams_connectors.store_url import StoreURL, parse_size, redact_url
 
 __all__ = ["main"]
 
+_LAST_PORT: Final = 65_535
 _MEMORY_DISK: Final = Path("/dev/shm")
 _LEAST_STORE_BYTES: Final = 4 << 20
 """The pages of the longest prompt, several times over."""
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         port = cast("int | None", arguments.port)
         refusal = _refusal(cast("str", arguments.store), port, vllm=vllm)
         if refusal is None and port is not None:
-            refusal = _taken_port(range(port, port + (6 if arguments.serve and not vllm else 1)))
+            refusal = _taken_port(range(port, port + (SERVE_PORTS if arguments.serve and not vllm else 1)))
         if refusal is not None:
             print(f"demo: {refusal}", file=sys.stderr)
             return 2
@@ -114,8 +115,10 @@ def _refusal(store: str, port: int | None, *, vllm: bool = False) -> str | None:
 
 def _taken_port(ports: range) -> str | None:
     """Why these ports cannot be used, in one line."""
-    taken = next((port for port in ports if port > 65_535 or not is_free(port)), None)
-    return None if taken is None else f"port {taken} is in use or is none; choose another one: PORT= or --port"
+    if ports[-1] > _LAST_PORT:
+        return f"there is no port {ports[-1]}; choose a lower one: PORT= or --port"
+    taken = next((port for port in ports if not is_free(port)), None)
+    return None if taken is None else f"port {taken} is in use; choose another one: PORT= or --port"
 
 
 def _size_bytes(url: StoreURL) -> int | None:

@@ -25,16 +25,20 @@ import httpx
 from demo.client import NO_CERTIFICATES
 
 __all__ = [
+    "SERVE_PORTS",
     "ChildProcess",
     "ProcessError",
     "Processes",
     "Server",
     "bound_to_parent",
     "free_port",
+    "free_port_block",
     "is_free",
     "proxy_command",
 ]
 
+SERVE_PORTS: Final = 6
+"""The number of ports that `--serve` needs: the proxy's and the next ones."""
 _STOP_S: Final = 10.0
 _POLL_S: Final = 0.05
 _LOG_TAIL: Final = 2_000
@@ -121,6 +125,14 @@ def free_port() -> int:
                 continue
             if _first_to_ask(port):
                 return port
+
+
+def free_port_block(count: int) -> int:
+    """Returns the first of so many such ports in a row."""
+    while True:
+        first = free_port()
+        if all(is_free(port) and _first_to_ask(port) for port in range(first + 1, first + count)):
+            return first
 
 
 def is_free(port: int) -> bool:

@@ -24,8 +24,8 @@ _NAME: Final = re.compile(r"(?:[!-~]{1,256}:)?[0-9a-f]{32,128}")
 """The name of an encoding: a hexadecimal digest, behind a LoRA adapter's name where vLLM 0.32.0 encodes for that one
 (multimodal/hasher.py; v1/engine/input_processor.py, `_get_mm_identifier`). No native key has such a name."""
 _MOST_BYTES: Final = 64 << 10
-"""Of the text. An encoding takes some 250 bytes, and that of a video a few thousand. To look through more would hold
-the event loop for too long; prefill encodes the media of such a request."""
+"""The longest text. An encoding takes some 250 bytes, and that of a video a few thousand. To look through more would
+hold the event loop for too long; prefill encodes the media of such a request."""
 
 EC_TABLE: Final = DialectTable(
     name=EC_NAME,
@@ -81,10 +81,10 @@ def write_encodings(said: Mapping[str, object], verify: Callable[[Mapping[str, o
     if len(said) > _MOST_ENCODINGS:
         raise _impossible(f"more than {_MOST_ENCODINGS} encodings")
     handed = {name: _known_members(name, encoding) for name, encoding in said.items()}
-    verify(handed)
     text = write_json(handed)
     if len(text) > _MOST_BYTES:
         raise _impossible(f"more than {_MOST_BYTES} bytes")
+    verify(handed)
     return text
 
 

@@ -6,7 +6,8 @@ registered under the dialect's name in the entry-point group `kvparams.dialects`
 KV are carried to the decode engine unchanged.
 """
 
-from collections.abc import Collection, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -84,8 +85,6 @@ class Dialect(Protocol):
     """How long the producer keeps it where its answer does not say."""
     bootstrap: BootstrapProtocol | None
     """What each prefill engine is asked before it is given work; None where its answers say enough."""
-    decode_only_keys: Collection[str] = ()
-    """The native members that only the decode leg has, where both legs carry keys in the body."""
     rank_key: str | None = None
     """The member of a leg's body that names the data-parallel rank for it, for a connector that has one. The header
     `x-data-parallel-rank` goes to every rank besides."""
@@ -93,6 +92,7 @@ class Dialect(Protocol):
     """The native member in which both legs carry the token ids of the prompt, for a connector that has one. Most
     engines tokenize for themselves."""
 
+    @abstractmethod
     def can_split(self, request: RequestFacts) -> bool:
         """Returns True if the connector can carry this request between prefill and decode.
 
@@ -100,6 +100,7 @@ class Dialect(Protocol):
         """
         ...
 
+    @abstractmethod
     def prefill_keys(self, transfer_id: str) -> bytes:
         """The native members of `kv_transfer_params` on the prefill request, as the text of a JSON object.
 
@@ -108,6 +109,7 @@ class Dialect(Protocol):
         """
         ...
 
+    @abstractmethod
     def decode_keys(
         self, answer: Mapping[str, object], transfer_id: str, place: BootstrapInfo | None
     ) -> Mapping[str, object]:
@@ -123,6 +125,7 @@ class Dialect(Protocol):
         """
         ...
 
+    @abstractmethod
     def release_request(self, native: bytes | None) -> ReleaseRequest | None:
         """Returns the request that releases KV which no decode engine has fetched.
 

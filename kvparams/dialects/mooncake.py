@@ -79,9 +79,9 @@ class MooncakeBootstrap:
                 f"its bootstrap server names {len(ranks)} data-parallel ranks; say so with `ranks: {len(ranks)}` of "
                 "the instance, or give each a URL and a server of its own (vLLM's --data-parallel-external-lb)"
             )
-        part = next(iter(ranks.values())) if rank is None else ranks.get(str(rank.index))
-        if part is None:
-            raise HandoffMissing(f"its bootstrap server knows no data-parallel rank {rank and rank.index} yet")
+        if rank is not None and str(rank.index) not in ranks:
+            raise HandoffMissing(f"its bootstrap server knows no data-parallel rank {rank.index} yet")
+        part = next(iter(ranks.values())) if rank is None else ranks[str(rank.index)]
         members = cast("dict[str, object]", part) if isinstance(part, dict) else {}
         engine = members.get("engine_id")
         if not isinstance(engine, str) or not 0 < len(engine) <= _LONGEST or not engine.isprintable():

@@ -70,7 +70,7 @@ def load_routable_dialects() -> tuple[dict[str, Dialect], dict[str, str]]:
         except PluginError as error:
             refused[name] = str(error)
             continue
-        lacking = ", ".join(member for member in _MEMBERS if not _has(one, member))
+        lacking = ", ".join(member for member in _MEMBERS if not hasattr(one, member))
         if isinstance(one, DialectTable):
             refused[name] = "its messages can be translated, but no proxy routes with it yet"
         elif lacking:
@@ -88,12 +88,6 @@ def routable_dialects() -> dict[str, Dialect]:
 def routable_dialect_names() -> list[str]:
     """The names of `routable_dialects`, for people."""
     return list(routable_dialects())
-
-
-def _has(one: object, member: str) -> bool:
-    """Returns whether a dialect has a member of its own: the methods of `Dialect` itself do nothing."""
-    inherited = vars(Dialect).get(member)
-    return hasattr(one, member) and not (callable(inherited) and getattr(type(one), member, None) is inherited)
 
 
 def _table(name: str, loaded: object) -> DialectTable | None:

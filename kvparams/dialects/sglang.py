@@ -76,7 +76,7 @@ SGLANG_TABLE: Final = DialectTable(
         ),
         NativeKey("routed_dp_rank", RANK, "PD", "the data-parallel rank that shall take this leg", since="0.5.12"),
         NativeKey("data_parallel_rank", RANK, "PD", "the same under its older name", since="0.4.10"),
-        NativeKey("disagg_prefill_dp_rank", RANK, "D", "prefill's rank that holds the KV", since="0.5.12"),
+        NativeKey("disagg_prefill_dp_rank", RANK, "PD", "prefill's rank that holds the KV", since="0.5.12"),
         NativeKey("rid", _each(ID), "PD", "the request's id"),
         NativeKey(
             "input_ids",
@@ -139,7 +139,6 @@ class SGLangDialect(Dialect):
     """`SGLANG_DISAGGREGATION_WAITING_TIMEOUT`: then both engines give up."""
     bootstrap: BootstrapProtocol | None = SGLangBootstrap()
     rank_key = "routed_dp_rank"
-    decode_only_keys = frozenset({"disagg_prefill_dp_rank"})
 
     def can_split(self, request: RequestFacts) -> bool:
         """Returns True for a request with one choice.

@@ -11,12 +11,12 @@ from itertools import islice
 from math import isfinite
 from typing import Final, NamedTuple
 
+from kvparams.routing.engine_samples import compile_names, find_samples
+
 __all__ = ["AdapterMetrics", "parse_adapter_metrics"]
 
 _VLLM: Final = b"vllm:lora_requests_info{"
-_SGLANG: Final = b"\nsglang:lora_pool_slots_total"
-_VALUE: Final = re.compile(rb"(?:\{[^\n]{0,2048}\})?[ \t]+([0-9.eE+-]{1,32})")
-"""Labels and value, behind the name."""
+_SGLANG: Final = compile_names((b"sglang:lora_pool_slots_total",))
 _LABEL: Final = re.compile(rb'(max_lora|running_lora_adapters|waiting_lora_adapters)="((?:[^"\\\n]|\\.)*)"')
 _ESCAPES: Final = {b"\\\\": b"\\", b'\\"': b'"', b"\\n": b"\n"}
 _SAMPLE: Final = re.compile(rb"\nvllm:lora_requests_info\{([^\n]{0,65536})\}[ \t]+([0-9.eE+]{1,32})")
@@ -41,9 +41,7 @@ def parse_adapter_metrics(text: bytes | bytearray) -> AdapterMetrics | None:
     """
     newest = _newest_sample(text)
     if newest is None:
-        at = text.find(_SGLANG)  # behind the comments that say what it is
-        found = None if at < 0 else _VALUE.match(text, at + len(_SGLANG))
-        return None if found is None else _metrics(found[1], b"")
+        return next((_metrics(each.value, b"") for each in find_samples(text, _SGLANG)), None)
     labels = {name: _unescape(value) for name, value in _LABEL.findall(newest)}
     names = (labels.get(name, b"") for name in (b"running_lora_adapters", b"waiting_lora_adapters"))
     return _metrics(labels.get(b"max_lora", b""), b",".join(names))
@@ -65,7 +63,7 @@ def _newest_sample(text: bytes | bytearray) -> bytes | None:
     return None if newest is None else bytes(newest[1])
 
 
-def _metrics(slots: bytes, names: bytes) -> AdapterMetrics | None:
+def _metrics(slots: bytes | float, names: bytes) -> AdapterMetrics | None:
     try:
         count = float(slots)
         active = frozenset(filter(None, names.decode().split(",")))

@@ -102,12 +102,6 @@ class AdapterSlots:
             self._loaded.pop(adapter, None)
             self._idle.pop(adapter, None)
 
-    def clear(self) -> None:
-        """The engine has restarted: nothing is loaded and nothing runs."""
-        self._loaded.clear()
-        self._idle.clear()
-        self._running.clear()
-
     def _use(self, adapter: str) -> None:
         self._loaded[adapter] = None
         self._loaded.move_to_end(adapter)

@@ -4,9 +4,11 @@ Only the lines that are wanted are parsed; the rest of the text is skipped by se
 """
 
 import re
-from collections.abc import Iterable, Iterator
-from math import inf, isfinite
+from collections.abc import Iterable
+from math import isfinite
 from typing import Final, NamedTuple
+
+from kvparams.routing.engine_samples import RANK_LABEL, compile_names, find_samples
 
 __all__ = [
     "MovedBytes",
@@ -29,11 +31,9 @@ _NAMES: Final = (
 )
 """The queues that a request passes through one after the other: vLLM 0.32 `v1/metrics/loggers.py`, SGLang 0.5.23
 `srt/observability/metrics_collector.py`."""
-_RANK: Final = re.compile(rb'(?:^|,)(?:engine|dp_rank)="([^"]*)"')
-"""Data-parallel engines behind one address. Tensor-parallel ranks report the same requests again."""
 _PRIORITY: Final = re.compile(rb'(?:^|,)priority="[^"]')
 """SGLang repeats each total by priority."""
-_USAGE_NAMES: Final = (b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage")
+_USAGE: Final = compile_names((b"vllm:kv_cache_usage_perc", b"vllm:gpu_cache_usage_perc", b"sglang:token_usage"))
 """The share of the KV cache that is used, from 0 to 1, in the same places; `gpu_cache_usage_perc` until vLLM 0.10."""
 _MOVED_NAMES: Final = (
     ((b"vllm:nixl_bytes_transferred_sum", 1), (b"sglang:kv_transfer_total_mb_sum", 1 << 20)),
@@ -44,12 +44,12 @@ _MOVED_NAMES: Final = (
 
 vLLM 0.32 `kv_connector/v1/nixl/stats.py`: the side that moves the KV counts it, which is decode unless prefill pushes.
 SGLang 0.5.23 `srt/observability/metrics_collector.py`: prefill counts. The others are connectors of this project."""
+_MOVED_PLACES: Final = {name: (place, unit) for place, names in enumerate(_MOVED_NAMES) for name, unit in names}
+_MOVED: Final = compile_names(_MOVED_PLACES)
 _MOST_SAMPLES: Final = 1024
 _LONGEST_LINE: Final = 4096
-_LONGEST_VALUE: Final = 64
-"""Of a line: its value and its time."""
 _MOST_BYTES: Final = 256 << 10
-"""Of all samples together, whose labels are searched: some 10 ms."""
+"""The longest text of all samples together, whose labels are searched."""
 _MOST_REQUESTS: Final = 1_000_000
 _MOST_MOVED: Final = 1e18
 """Bytes: more are implausible."""
@@ -107,7 +107,8 @@ def parse_queue_depths(text: bytes | bytearray) -> dict[str, int]:
             labels, _, value = rest[1:].rpartition(b"}") if rest[:1] == b"{" else (b"", b"", rest)
             if _PRIORITY.search(labels):
                 continue
-            rank = _RANK.search(labels)
+            # Tensor-parallel ranks report the same requests again.
+            rank = RANK_LABEL.search(labels)
             key = (name, b"" if rank is None else rank[1])
             found[key] = max(found.get(key, 0.0), _count(value))
     if sum(found.values()) > _MOST_REQUESTS:
@@ -122,21 +123,19 @@ def parse_queue_depths(text: bytes | bytearray) -> dict[str, int]:
 def parse_cache_usages(text: bytes | bytearray) -> dict[str, float]:
     """Returns the share of the KV cache that is used, by data-parallel rank: see `parse_queue_depths`."""
     highest: dict[str, float] = {}
-    for name in _USAGE_NAMES:
-        for rank, share in _samples(text, name):
-            if share <= 1.0:
-                highest[rank] = max(highest.get(rank, share), share)
+    for _, rank, share in find_samples(text, _USAGE):
+        if share <= 1.0:
+            highest[rank] = max(highest.get(rank, share), share)
     return highest
 
 
 def parse_moved_bytes(text: bytes | bytearray) -> dict[str, MovedBytes]:
     """Returns the KV bytes that have been moved, by data-parallel rank: see `parse_queue_depths`."""
     totals: dict[str, list[float | None]] = {}
-    for place, names in enumerate(_MOVED_NAMES):
-        for name, unit in names:
-            for rank, value in _samples(text, name):
-                found = totals.setdefault(rank, [None] * len(_MOVED_NAMES))
-                found[place] = (found[place] or 0.0) + unit * value
+    for name, rank, value in find_samples(text, _MOVED):
+        place, unit = _MOVED_PLACES[name]
+        found = totals.setdefault(rank, [None] * len(_MOVED_NAMES))
+        found[place] = (found[place] or 0.0) + unit * value
     moved = {rank: MovedBytes._make(map(_plausible, found)) for rank, found in totals.items()}
     return {rank: each for rank, each in moved.items() if any(value is not None for value in each)}
 
@@ -152,35 +151,6 @@ def add_moved_bytes(all_moved: Iterable[MovedBytes]) -> MovedBytes:
 
 def _plausible(moved: float | None) -> float | None:
     return None if moved is None or moved > _MOST_MOVED else moved
-
-
-def _samples(text: bytes | bytearray, name: bytes) -> Iterator[tuple[str, float]]:
-    """Yields rank and value of each sample of this name that is a number of 0 or more."""
-    end = nbytes = 0
-    for _ in range(_MOST_SAMPLES):
-        at = text.find(name, end)
-        if at < 0:
-            return
-        end = at + len(name)
-        line_end = text.find(b"\n", end, end + _LONGEST_LINE)
-        if line_end < 0 and len(text) - end <= _LONGEST_LINE:
-            line_end = len(text)
-        if line_end < 0 or (at and text[at - 1] != 0x0A):  # a longer line, a comment, or another name
-            continue
-        rest, end = bytes(text[end:line_end]), line_end
-        if rest[:1] not in (b"{", b" ", b"\t"):  # a longer name
-            continue
-        nbytes += len(rest)
-        if nbytes > _MOST_BYTES:
-            return
-        labels, _, said = rest[-_LONGEST_VALUE:].rpartition(b"}")
-        try:
-            value = float(said.split(maxsplit=1)[0])
-        except (IndexError, ValueError):
-            continue
-        if 0.0 <= value < inf:
-            rank = _RANK.search(rest[1:]) if labels else None
-            yield "" if rank is None else rank[1].decode("utf-8", "replace"), value
 
 
 def _count(value: bytes) -> float:

@@ -19,7 +19,8 @@ __all__ = ["CHECKS"]
 
 CHECKS: Final = Checks()
 _EVIL: Final = "steer.example"
-_PORT: Final = 466674667
+_PORT: Final = 46667
+"""A port that could be one; what carries it carries the host as well."""
 _BOOTSTRAP: Final[dict[str, object]] = {
     "bootstrap_host": _EVIL,
     "bootstrap_port": _PORT,

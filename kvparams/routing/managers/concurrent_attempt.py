@@ -83,7 +83,6 @@ def _leg_pair(documents: LegDocuments, state: AttemptState, prefill: Instance, d
     in_body = speech.carries_keys_in_body
     cut = _WHOLE if in_body else context.one_token_changes()
     beside = {name: to_json(value) for name, value in keys.items()} if in_body else {}
-    beside_prefill = {name: text for name, text in beside.items() if name not in speech.decode_only_keys}
     told = documents.native_from_engine({} if in_body else keys)
     asked = documents.native_from_text(speech.prefill_keys(transfer))
     members = request_members(request, state.sent)
@@ -93,7 +92,7 @@ def _leg_pair(documents: LegDocuments, state: AttemptState, prefill: Instance, d
     first = documents.leg_changes(asked, *about, "prefill", speech.mode, prefill, None, prefill_members)
     second = documents.leg_changes(told, *about, "decode", speech.mode, prefill, decode, members)
     lease = KVLease(prefill, context.now() + speech.lease_s, transfer, attempt, speech.release_request(told.text))
-    changes = {**cut, **beside_prefill, **first, **(state.encodings or {})}
+    changes = {**cut, **beside, **first, **(state.encodings or {})}
     return LegPair(
         Leg(prefill, changes, answers_client=False, resume_from=state.sent),
         Leg(decode, {**beside, **second}, answers_client=True, resume_from=state.sent),

@@ -16,7 +16,6 @@ from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, RankRange,
 __all__ = ["engine_specs"]
 
 _RANKS: Final = "?ranks="
-_DIGITS: Final = 9
 
 
 def engine_specs(
@@ -24,7 +23,7 @@ def engine_specs(
 ) -> tuple[InstanceSpec, ...]:
     """Returns the instances for the engines that flags name. What is wrong is added to `problems`."""
     entries: list[InstanceSpec] = []
-    names: dict[Role, list[str]] = {role: [] for role in Role}
+    prefill: list[str] = []
     bootstraps = _bootstraps(arguments, rules, problems)
     for role in Role:
         connector = EC_NAME if role is Role.ENCODE else rules.connector
@@ -32,9 +31,12 @@ def engine_specs(
             name, equals, url = text.partition("=")
             if not equals or "://" in name:
                 name, url = f"{role}-{number}", text
-            bootstrap = bootstraps.pop(name, None) if role is Role.PREFILL else None
+            bootstrap = None
+            if role is Role.PREFILL:
+                prefill.append(name)
+                bootstrap = bootstraps.pop(name, None)
             try:
-                url, _, ranks = url.partition(_RANKS)
+                url, mark, ranks = url.partition(_RANKS)
                 entry = InstanceSpec(
                     check_id(name),
                     check_url(url),
@@ -44,13 +46,11 @@ def engine_specs(
                     addresses=rules.addresses,
                     store=default_store(connector, rules),
                 )
-                entries += specs_by_rank(entry, _parse_ranks(ranks) if _RANKS in text else None)
+                entries += specs_by_rank(entry, _parse_ranks(ranks) if mark else None)
             except ValueError as error:
                 problems.add(f"--{role} number {number + 1}", f"[NAME=]URL {error}")
-            else:
-                names[role].append(name)
     for name in bootstraps:
-        nearest = did_you_mean(name, names[Role.PREFILL]).rstrip()
+        nearest = did_you_mean(name, prefill).rstrip()
         hint = f"; {nearest}" if nearest else ""
         problems.add("--bootstrap", f"there is no --prefill engine with the name {name[:64]!r}{hint}")
     for document in static.documents:
@@ -82,6 +82,6 @@ def _parse_ranks(text: str) -> RankRange:
         ValueError: with the reason in words.
     """
     try:
-        return check_ranks(int(text) if text.isdecimal() and len(text) < _DIGITS else text)
+        return check_ranks(text)
     except ValueError as error:
         raise ValueError(f"?ranks= {error}") from None

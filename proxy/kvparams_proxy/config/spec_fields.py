@@ -69,9 +69,9 @@ _CONNECTOR_OF_CLASS: Final = {
 _MISTYPED: Final = 0.9
 """How similar a name must be to that of a class; most names end with `connector`."""
 _MAX_CLASS_NAME: Final = 128
-_MAX_RANKS: Final = 1024
+_MAX_RANKS: Final = 256
 _MAX_RANK: Final = 4095
-_RANKS: Final = re.compile(r"(\d{1,4})-(\d{1,4})")
+_RANKS: Final = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?")
 _VISIBLE: Final = re.compile(r"[!-~]{1,2048}")
 
 
@@ -183,8 +183,10 @@ def check_ranks(value: object) -> RankRange:
         ValueError: with the reason in words.
     """
     given = _RANKS.fullmatch(value) if isinstance(value, str) else None
-    if given is not None:
+    if given is not None and given[2] is not None:
         ranks = RankRange(int(given[2]) - int(given[1]) + 1, int(given[1]))
+    elif given is not None:
+        ranks = RankRange(int(given[1]))
     else:
         ranks = RankRange(value if type(value) is int else 0)
     if not 1 <= ranks.count <= _MAX_RANKS or ranks.start + ranks.count - 1 > _MAX_RANK:
@@ -240,7 +242,7 @@ Connector = Annotated[str, PlainValidator(lambda value, info: check_connector(va
 InstanceConnector = Annotated[
     str, PlainValidator(lambda value, info: EC_NAME if value == EC_NAME else check_connector(value, rules_of(info)))
 ]
-"""That of an encode engine as well, which cannot be a default."""
+"""The connector of one instance: also that of an encode engine, which cannot be a default."""
 LabelName = Annotated[
     str,
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,252}$"),

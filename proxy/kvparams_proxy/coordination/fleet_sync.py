@@ -50,7 +50,7 @@ _UNLIKE_BEATS: Final = 2
 _RESTART_S: Final = 10.0
 """A restart that another proxy tells is the one that this proxy saw itself so recently."""
 _MOST_ADAPTERS: Final = 4096
-"""Such uses that are remembered."""
+"""The number of such uses that are remembered."""
 _TOLD_S: Final = 2.5
 """The longest delay of a start for what the others know; alone it takes a second."""
 
@@ -89,8 +89,6 @@ class FleetSync:
         self._info = dict(info)
         if prefixes is not None:
             self._info["chain"] = prefixes.chain_mark
-        self.probe: Callable[[Member], None] = lambda member: None
-        """Probes a member at once."""
         self.reassign: Callable[[], None] = lambda: None
         """Called when `owns` may say something else."""
         self._like = frozenset[int]()
@@ -288,7 +286,7 @@ class FleetSync:
             return
         if isinstance(entry, EngineFailed):
             if not entry.connected:
-                self.probe(member)  # it may be out of that proxy's reach alone
+                self._fleet.probe(member)  # it may be out of that proxy's reach alone
             else:
                 self._fleet.record_failure_elsewhere(member, entry.why)
         elif self._loop.time() - self._restarts.get(member, -_RESTART_S) >= _RESTART_S:

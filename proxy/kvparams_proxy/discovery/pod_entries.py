@@ -23,7 +23,6 @@ from typing import Any, Final, cast
 
 __all__ = ["EngineEntry", "endpoint_slice_entries", "pod_entries"]
 
-_DIGITS: Final = 9
 _PREFIX: Final = "kvparams.io/"
 _LLM_D_ROLE: Final = "llm-d.ai/role"
 _LLM_D_ROLES: Final[Mapping[str, str]] = {
@@ -133,7 +132,7 @@ def _entry(name: str, uid: str, address: str, facts: "_Facts", port: int, *, dra
     if events is not None:
         document["kv_events"] = f"tcp://{host}:{events}"
     if (ranks := facts.text("ranks")) is not None:
-        document["ranks"] = int(ranks) if ranks.isascii() and ranks.isdecimal() and len(ranks) < _DIGITS else ranks
+        document["ranks"] = ranks
     return EngineEntry(document, uid, role is not None)
 
 

@@ -25,11 +25,12 @@ def record_adapters(member: Member, adapters: Collection[str]) -> None:
     vLLM 0.32.0 loads an adapter when it begins to serve it (`entrypoints/openai/models/serving.py`).
     """
     before, member.adapters = member.adapters, frozenset(adapters)
+    if not adapters:
+        member.adapter_slots = None
+        return
+    if member.adapter_slots is None:
+        member.adapter_slots = AdapterSlots()
     slots = member.adapter_slots
-    if slots is None:
-        if not adapters:
-            return
-        slots = member.adapter_slots = AdapterSlots()
     slots.forget(before - member.adapters)
     slots.record_loaded([each for each in adapters if each not in before])
 

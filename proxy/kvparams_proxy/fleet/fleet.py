@@ -176,8 +176,10 @@ class Fleet(FleetMembers):
             member.busy = busy
             self._blame.forget(instance)
         if not connected and member.ready:
-            for each in self._behind_one_url(member):
-                self._record_presence(each, False, each.models, None, None, None, Evidence.LEG, why, answers=False)
+            for each in [each for each in self._behind_one_url(member) if each.ready]:
+                self._record_presence(
+                    each, False, each.models, None, None, None, None, Evidence.LEG, why, answers=False
+                )
         elif opened:
             wait_s = member.breaker.half_open_at - self._now()
             words = f"its legs fail ({why}); others get its work for {wait_s:.1f} s"
@@ -188,7 +190,7 @@ class Fleet(FleetMembers):
         key = ranks_key(member.instance)
         if key is None:
             return [member]
-        return [each for each in self._members.values() if each.ready and ranks_key(each.instance) == key]
+        return [each for each in self._members.values() if ranks_key(each.instance) == key]
 
     def check_adapter(self, instance: Instance, model: str | None) -> tuple[str, ...]:
         """Probes an engine that seems not to know a LoRA adapter that it has listed.

@@ -252,9 +252,8 @@ class FleetMembers:
         than before, or that speaks another version of the protocol. `why` and `answers` are for the log: see
         `EngineStateLog.observe`.
         """
-        if adapters is not None:
-            record_adapters(member, adapters)
-        self._record_presence(member, ready, models, place, version, base, Evidence.PROBE, why, answers=answers)
+        evidence = Evidence.PROBE
+        self._record_presence(member, ready, models, place, version, base, adapters, evidence, why, answers=answers)
 
     # inside
 
@@ -266,6 +265,7 @@ class FleetMembers:
         place: BootstrapInfo | None,
         version: str | None,
         base: str | None,
+        adapters: Sequence[str] | None,
         evidence: Evidence,
         why: str,
         *,
@@ -291,6 +291,8 @@ class FleetMembers:
             member.was_ever_ready = True
             member.bootstrap_info = place
             dispatcher.begin_slow_start(member)
+        if adapters is not None:  # those of this incarnation
+            record_adapters(member, adapters)
         changed = came or (member.ready, member.models) != (ready, models)
         member.ready, member.models = ready, models
         cause = ChangeCause(evidence, why)
@@ -353,8 +355,7 @@ class FleetMembers:
         """Makes a member another incarnation."""
         self._set_aside(member)
         member.instance = replace(member.instance, incarnation=token_hex(8))
-        if member.adapter_slots is not None:
-            member.adapter_slots.clear()
+        record_adapters(member, ())
         self._breakers.restarted(member)
 
     def _set_aside(self, member: Member) -> None:

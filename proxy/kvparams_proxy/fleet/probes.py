@@ -316,8 +316,7 @@ class _MemberProbe:
         self._learn(said, place)
 
     def _learn(self, said: ProbeResult, place: BootstrapInfo | None = None) -> None:
-        ready, why, models, version, base, answers, adapters = said
-        self._fleet.record_probe(self._member, ready, models, place, version, base, adapters, why=why, answers=answers)
+        self._record(said, place)
         if self._bootstrap is None:
             for other in tuple(self._ranks):
                 if other is not self:
@@ -328,9 +327,12 @@ class _MemberProbe:
         """Learns what the server has answered for another rank, and asks later than that rank."""
         if self.is_under_way:
             return
-        ready, why, models, version, base, answers, adapters = said
-        self._fleet.record_probe(self._member, ready, models, None, version, base, adapters, why=why, answers=answers)
+        self._record(said)
         self._over(_RETRY_S)
+
+    def _record(self, said: ProbeResult, place: BootstrapInfo | None = None) -> None:
+        ready, why, models, version, base, answers, adapters = said
+        self._fleet.record_probe(self._member, ready, models, place, version, base, adapters, why=why, answers=answers)
 
     def _over(self, later_s: float = 0.0) -> None:
         """Schedules the next probe, `later_s` after its time."""

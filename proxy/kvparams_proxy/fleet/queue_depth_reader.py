@@ -52,8 +52,8 @@ _TIMEOUT_S: Final = 1.0
 _ABSENT_S: Final = 60.0
 """The interval for an engine that has no metrics, or none that can be read."""
 _MAX_BYTES: Final = 2 << 20
-"""Of an engine's metrics; of more, nothing is read. To parse so much takes some 15 ms. vLLM adds a line for each
-combination of LoRA adapters that it has had, and removes none: there is room for some 13,000."""
+"""The longest page of metrics that is read. vLLM adds a line for each combination of LoRA adapters that it has had, and
+removes none: there is room for more than 10,000."""
 T = TypeVar("T")
 _log: Final = logging.getLogger(__name__)
 
@@ -192,6 +192,7 @@ class _PageReader:
     def _read(self, raw: bytes) -> None:
         owner = self._owner
         self._absent = True
+        moved = None
         if owner.loop.time() < owner.shown_until_s:
             usages, moved = parse_cache_usages(raw), parse_moved_bytes(raw)
             for member in self._ranks:
@@ -211,8 +212,8 @@ class _PageReader:
                 self._absent = False
                 load.record(depth)
         owner.results["read"] += not self._absent
-        # An engine that counts bytes and tells no queue is read as often: the live page shows rates.
-        self._absent = self._absent and not parse_moved_bytes(raw)
+        if self._absent:  # an engine that counts bytes and tells no queue is read as often: the live page shows rates
+            self._absent = not (parse_moved_bytes(raw) if moved is None else moved)
 
     def _correct_slots(self, raw: bytes) -> None:
         said = parse_adapter_metrics(raw)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvparams.dialects.shared_keys import DATA_PARALLEL_RANK
 from kvparams.instances import Instance, Role
 from kvparams.signing.partner_claim import PARTNER_HEADER, PartnerClaim, PartnerSigner
 from kvparams_proxy.errors import ProxyError
@@ -23,7 +24,6 @@ from kvparams_proxy.server.prefill_partners import LLM_D_PARTNER_HEADER
 __all__ = ["PickerContext"]
 
 _AUTHORIZATION: Final = "authorization"
-_RANK: Final = "x-data-parallel-rank"
 _RETRY_S: Final = 1
 _ANSWERING: Final = (Role.AGGREGATED, Role.DECODE)
 
@@ -104,7 +104,7 @@ class PickerContext:
         key = self.registry.credentials_for(instance.id).key
         headers = {} if key is None else {_AUTHORIZATION: b"Bearer %b" % key.reveal().encode()}
         if instance.rank is not None:
-            headers[_RANK] = b"%d" % instance.rank.index
+            headers[DATA_PARALLEL_RANK.name] = b"%d" % instance.rank.index
         return headers
 
     def _partner_headers(self, pick: Pick, partner: Instance) -> dict[str, bytes]:

@@ -99,6 +99,11 @@ class PickHandler(RequestHandler):
         if isinstance(downstream, PickDownstream):
             downstream.refuse(error)
 
+    @property
+    def finds_media(self) -> bool:
+        """See `RequestHandler.finds_media`. It is False: whoever answers a picked request runs its encode leg."""
+        return False
+
     def _restrict_to_state(self, inbound: ParsedRequest, previous: str) -> None:
         """Refuses a request that goes on from a response: engines choose their own ids behind a picker."""
         message = (

@@ -97,8 +97,7 @@ class Pick:
         self._route: list[Instance] = []
         self._account = RequestRecord(inbound.facts, endpoint.path, inbound.stream, life, self._route, trace)
         self._context = PlanContext(resources, endpoint, inbound, life, self._account, b"", None)
-        # A plan that encodes begins with that; whoever answers runs the encode leg then.
-        self._plan = manager.legs(inbound.facts._replace(media=""), self._context)
+        self._plan = manager.legs(inbound.facts, self._context)
         self._waits = False
         self._prefill: Instance | None = None
         """The instance of a prefill leg whose decode instance is still to be chosen."""

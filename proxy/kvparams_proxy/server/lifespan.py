@@ -338,7 +338,6 @@ async def _start_tasks(stack: AsyncExitStack, settings: Settings, plugins: AppPl
     parts.queue_depths.start()
     stack.callback(parts.queue_depths.close)
     if parts.sync is not None:
-        parts.sync.probe = prober.probe_now
         parts.sync.start()
     await stack.enter_async_context(reload_on_change(plugins.keys, "client keys"))
     await stack.enter_async_context(reload_on_change(plugins.signing, "signing keys"))

@@ -173,7 +173,7 @@ class RequestHandler:
                 admission.session_id,
                 resources.token_service is not None,
                 resources.settings.continuation,
-                resources.fleet.has_encode_instances,
+                self.finds_media,
             )
             if inbound is None:
                 _LongBodyRead(self, admission, downstream, done).begin(body)
@@ -183,6 +183,11 @@ class RequestHandler:
             self.refuse(admission, refused, downstream)
             if done is not None:
                 done()
+
+    @property
+    def finds_media(self) -> bool:
+        """Returns whether bodies are searched for images, audio and video: only encode engines need to know."""
+        return self._resources.fleet.has_encode_instances
 
     @property
     def step_runner(self) -> StepRunner:
@@ -206,7 +211,7 @@ class RequestHandler:
             admission.session_id,
             resources.token_service is not None,
             resources.settings.continuation,
-            resources.fleet.has_encode_instances,
+            self.finds_media,
         )
 
     def check_model(self, model: str | None) -> None:

@@ -87,7 +87,7 @@ def _explain(
     resources.fleet.check_candidates(manager.roles, facts)
     life = RequestLifecycle(perf_counter)
     record = RequestRecord(facts, endpoint.path, inbound.stream, life, (), None)
-    plan = manager.legs(facts._replace(media=""), PlanContext(resources, endpoint, inbound, life, record, b"", None))
+    plan = manager.legs(facts, PlanContext(resources, endpoint, inbound, life, record, b"", None))
     step = next(plan)
     plan.close()
     if not isinstance(step, AcquireInstance):

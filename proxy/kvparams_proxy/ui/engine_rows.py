@@ -1,6 +1,7 @@
 """Describes the engines of a snapshot: what all workers know of each, and rates since an earlier look."""
 
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from operator import sub
 from typing import Final, NamedTuple
 
 from kvparams.routing.queue_depth import MovedBytes
@@ -78,18 +79,23 @@ class EngineTotals(NamedTuple):
 
     def since(self, then: "EngineTotals | None") -> "EngineTotals | None":
         """Returns what is new; None without an earlier look, or if a count has gone back."""
-        if then is None or any(now < earlier for now, earlier in zip(self[:6], then[:6], strict=True)):
+        if then is None:
             return None
+        counts = [*map(sub, self[:6], then[:6])]
+        if min(counts) < 0:
+            return None
+        if self.moved is _UNKNOWN:
+            return EngineTotals._make((*counts, _UNKNOWN))
         moved = MovedBytes._make(
             None if now is None or before is None or now < before else now - before
             for now, before in zip(self.moved, then.moved, strict=True)
         )
-        counts = (now - earlier for now, earlier in zip(self[:6], then[:6], strict=True))
         return EngineTotals._make((*counts, moved))
 
 
 def totals_of(engine: EngineFacts) -> EngineTotals:
     """Returns the totals of an engine."""
+    moved = (engine.transferred, engine.loaded, engine.saved)
     return EngineTotals(
         engine.legs,
         engine.prompt_tokens,
@@ -97,7 +103,7 @@ def totals_of(engine: EngineFacts) -> EngineTotals:
         engine.answer_tokens,
         engine.gaps,
         engine.gaps_s,
-        MovedBytes(engine.transferred, engine.loaded, engine.saved),
+        _UNKNOWN if moved == _UNKNOWN else MovedBytes._make(moved),
     )
 
 

@@ -63,7 +63,8 @@ def _open_feed(sources: WorkerSources, depths: QueueDepthReader, worker: WorkerL
         return collect_part(sources)
 
     async def collect_own() -> _Parts:
-        return [cast("Mapping[str, object]", own_part())]
+        # It is made when the feed asks for the first one, whose time counts.
+        return (cast("Mapping[str, object]", own_part()) for _ in range(1))
 
     if worker is None:
         return SnapshotFeed(loop, __version__, collect_own)

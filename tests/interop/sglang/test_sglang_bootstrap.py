@@ -7,13 +7,14 @@ import json
 import urllib.error
 import urllib.request
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvparams.dialects.interface import HandoffMissing
 from kvparams.dialects.sglang import SGLANG, SGLangBootstrap
-from kvparams.instances import RequestFacts
+from kvparams.instances import DataParallelRank, RequestFacts
 from kvparams.routing.managers.concurrent_legs import ConcurrentLegs
 from kvparams.routing.plan import Leg, LegResult
 from tests.support.kvparams.planning import Table
@@ -94,3 +95,36 @@ def test_its_request_class_reads_both_legs_alike(prompts: int) -> None:
         assert asked.bootstrap_host == ("10.0.0.7" if prompts == 1 else ["10.0.0.7"] * prompts)
         assert asked.bootstrap_port == (8998 if prompts == 1 else [8998] * prompts)
         assert not leg.changes.keys() & {"max_tokens", "n", "min_tokens"}, "both have the client's own"
+
+
+class Manager:
+    """What a sender of a prefill engine's rank 2 of 4 asks of its manager."""
+
+    sender_trace_module = deferred_bootstrap = None
+    is_dummy_cp_rank = False
+    attn_dp_rank = 2
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+
+    def record_failure(self, room: int, why: str) -> None:
+        self.failures.append(why)
+
+    def update_status(self, room: int, status: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_pinned_prefill_rank_must_hear_that_decode_knows_it(monkeypatch: pytest.MonkeyPatch, is_told: bool) -> None:
+    """By default a prefill engine wants the rank that the room implies; the control is a leg that does not say it."""
+    common = import_module("sglang.srt.disaggregation.common.conn")
+    by_room = SimpleNamespace(num_dp_ranks=4, load_balance_method="follow_bootstrap_room")
+    monkeypatch.setattr(common, "get_parallel", lambda: by_room)
+    monkeypatch.setattr(common, "get_observability", lambda: SimpleNamespace(enable_trace=False))
+    sender = type("Sender", (common.CommonKVSender,), {"poll": None, "failure_exception": None})
+    sender.__abstractmethods__ = frozenset()
+    manager = Manager()
+    sender(manager, "127.0.0.1:8998", 1, req_has_disagg_prefill_dp_rank=is_told)
+    assert bool(manager.failures) is not is_told
+    place = SGLangBootstrap().parse_info("http://10.0.0.7:8998", {"dp_size": 4}, DataParallelRank(2, 4))
+    assert place["disagg_prefill_dp_rank"] == 2  # on both legs: tests/system/proxy/fleet/test_ranks.py

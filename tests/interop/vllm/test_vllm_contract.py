@@ -221,7 +221,7 @@ print(KVConnectorFactory.get_connector_class_by_name("KVParamsConnector").__modu
     assert run.stdout.splitlines()[-1:] == ["kvparams_connectors.engines.vllm.connector"], run.stderr
 
 
-@pytest.mark.skipif(is_earlier(), reason="of 0.32")
+@pytest.mark.skipif(is_earlier(), reason="the request classes have no ec_transfer_params before 0.32")
 def test_what_an_encode_engine_says_reaches_the_connector_of_the_engine_of_the_prompt() -> None:
     """The encodings have the form of ECCPUConnector, which needs Triton (vLLM's V2 model runner) and runs on no CPU."""
     chats: Any = import_module("vllm.entrypoints.openai.chat_completion.protocol")

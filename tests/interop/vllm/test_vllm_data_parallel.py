@@ -3,7 +3,6 @@
 import json
 import random
 import re
-import socket
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from demo.client import NO_CERTIFICATES
-from demo.processes import Processes, Server, free_port
+from demo.processes import Processes, Server, free_port, free_port_block
 from tests.interop.vllm.engines import (
     ANSWER_S,
     CALM,
@@ -31,18 +30,6 @@ from tests.interop.vllm.own_connectors import installed, nixl
 pytestmark = [pytest.mark.slow, pytest.mark.extended, pytest.mark.timeout(1800)]
 
 _PATIENT = {"deadline_s": 150.0}
-
-
-def first_of_two_ports() -> int:
-    """The first of two free ports that follow one another."""
-    while True:
-        port = free_port()
-        with socket.socket() as one:
-            try:
-                one.bind(("127.0.0.1", port + 1))
-            except OSError:
-                continue
-            return port
 
 
 def test_ranks_of_a_server_are_read_at_ports_of_their_own(model: Path, bare: Server, tmp_path: Path) -> None:
@@ -79,7 +66,7 @@ def metric(proxy: Server, name: str) -> float:
 def test_the_proxy_sends_each_leg_to_its_rank_and_hears_of_caches(model: Path, bare: Server, tmp_path: Path) -> None:
     """Stock engines and connector: prefill with two ranks, whose publishers have ports of their own."""
     installed("nixl")
-    said, heard = first_of_two_ports(), first_of_two_ports()
+    said, heard = free_port_block(2), free_port_block(2)
     publishes = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{said}"}
     first, second = nixl("P", "kv_producer"), nixl("D", "kv_consumer")
     with ExitStack() as stack:

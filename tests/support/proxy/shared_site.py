@@ -98,7 +98,7 @@ class SharedProxy:
             self.sync = FleetSync(
                 loop, self.fleet, prefixes, settings, info, self.transport, lambda: loop.time() + clock_offset_s
             )
-            self.sync.probe = self.probed.append
+            self.fleet.probe = self.probed.append
         for engine in engines:
             self.join(engine)
         self.fleet.startup_complete()

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
 
@@ -18,7 +17,7 @@ from demo.client import ask, new_client
 from demo.control import damage_unchecked, damage_verified
 from demo.conversations import Fleet, hold_conversations
 from demo.display import Display
-from demo.processes import ProcessError, Processes, Server, free_port
+from demo.processes import SERVE_PORTS, ProcessError, Processes, Server, free_port, free_port_block
 from demo.stores import KINDS
 from tests.support.waiting import wait_until
 
@@ -60,23 +59,10 @@ def test_the_demo_proves_its_point_on_each_store_and_ends(kind: str) -> None:
     assert unreachable(done.stdout)
 
 
-def free_block(count: int) -> int:
-    """The first of so many ports in a row that are free now."""
-    while True:
-        first = free_port()
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + count):
-                    stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:
-                continue
-        return first
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [signal.SIGINT, signal.SIGTERM])
 def test_serve_prints_a_request_that_works_and_stops_when_told(way: signal.Signals) -> None:
-    port = free_block(6)
+    port = free_port_block(SERVE_PORTS)
     command = [*COMMAND, "--serve", "--port", str(port), "--traffic", "5"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as demo:
         assert demo.stdout is not None
@@ -148,7 +134,7 @@ def test_what_the_demo_cannot_run_with_is_refused_in_one_line(
 @pytest.mark.parametrize("more", [["--serve"], []], ids=["of an engine", "of the proxy"])
 def test_a_port_that_is_taken_is_said_at_once(more: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     """Whatever answers there would be taken for the one that was started."""
-    port = free_block(6)
+    port = free_port_block(SERVE_PORTS)
     with socket.create_server(("127.0.0.1", port + 3 if more else port)) as taken:
         command = [*COMMAND, *more, "--port", str(port)]
         assert subprocess.run(command, timeout=WAIT_S, check=False).returncode == 2

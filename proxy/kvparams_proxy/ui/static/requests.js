@@ -127,6 +127,7 @@ function longest(request, steps) {
 function cause(request, step) {
   const { completion_tokens: answer, prompt_tokens: prompt, cached_tokens: cached } = request;
   if (step.part === "queue") return "All engines that may run it were at their limits: add engines, or raise the limits.";
+  if (step.part === "encode") return "The encode engine encoded the media; it may have had others to encode first.";
   if (step.part === "prefill") return `The engine computed the prompt${prompt != null && cached != null ? `, with ${count(cached)} of ${count(prompt)} tokens cached` : ""}; it may have had others to compute first.`;
   if (step.part === "first") return "The engine loaded the KV and had its turn for the first token; look at its load and at the store.";
   if (step.part === "decode") return answer ? `That is ${ms(step.ms / answer)} for each of ${count(answer)} tokens.` : "The engine generated the answer.";

@@ -282,9 +282,9 @@ async def test_sglang_is_told_both_ranks_in_the_bodies(stack: AsyncExitStack, fl
         first, second = (json.loads(actor.bodies[-1]) for actor in (prefill, decode))
         assert f"p0-dp{first['routed_dp_rank']}" == answer.headers["x-kvparams-prefill"]
         assert f"d0-dp{second['routed_dp_rank']}" == answer.headers["x-kvparams-decode"]
-        assert second["disagg_prefill_dp_rank"] == first["routed_dp_rank"]
+        # Prefill has to hear it, too: otherwise it wants the rank that the room implies (test_sglang_ranks.py).
+        assert first["disagg_prefill_dp_rank"] == second["disagg_prefill_dp_rank"] == first["routed_dp_rank"]
         assert first["bootstrap_room"] == second["bootstrap_room"]
-        assert "disagg_prefill_dp_rank" not in first
         assert "data_parallel_rank" not in first | second
     ranks = [{json.loads(body)["routed_dp_rank"] for body in actor.bodies} for actor in (prefill, decode)]
     assert ranks == [{0, 1}, {0, 1, 2}]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.processes import Processes, free_port, is_free
+from demo.processes import SERVE_PORTS, Processes, free_port_block
 from tests.support.proxy.browser import Chromium, Watched, browsing
 from tests.support.waiting import until, wait_until
 
@@ -32,14 +32,6 @@ def promised() -> set[str]:
     words = set(re.findall(r"\*\*(.+?)\*\*", section))
     assert len(words) > 10
     return words
-
-
-def free_block(count: int) -> int:
-    """Returns the first of so many ports in a row that are free now."""
-    while True:
-        first = free_port()
-        if all(is_free(port) for port in range(first, first + count)):
-            return first
 
 
 class Serve:
@@ -63,7 +55,7 @@ class Serve:
 @contextmanager
 def serve(folder: Path) -> Generator[Serve]:
     log = folder / "serve"
-    command = [sys.executable, "-m", "demo", "--serve", "--port", str(free_block(6)), "--traffic", "4"]
+    command = [sys.executable, "-m", "demo", "--serve", "--port", str(free_port_block(SERVE_PORTS)), "--traffic", "4"]
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
@@ -71,7 +63,10 @@ def serve(folder: Path) -> Generator[Serve]:
         yield Serve(process, log)
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait()
+        try:
+            process.wait(WAIT_S)
+        finally:
+            process.kill()
 
 
 class Screen:
@@ -157,6 +152,11 @@ async def has_latency(screen: Screen) -> bool:
 async def printed_by(*command: str) -> str:
     """Runs a command. Returns what it prints."""
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-    output, _ = await process.communicate()
+    try:
+        async with asyncio.timeout(WAIT_S):
+            output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
     assert process.returncode == 0
     return output.decode()

@@ -72,7 +72,6 @@ def test_mooncake_without_the_rank_is_not_ready() -> None:
 
 def test_sglang_names_both_ranks_in_the_bodies() -> None:
     assert (SGLANG.rank_key, NIXL.rank_key, MOONCAKE.rank_key) == ("routed_dp_rank", None, None)
-    assert (list(SGLANG.decode_only_keys), list(NIXL.decode_only_keys)) == (["disagg_prefill_dp_rank"], [])
     assert SGLANG.bootstrap is not None
     place = SGLANG.bootstrap.parse_info(URL, {"dp_size": 4}, DataParallelRank(3, 4))
     assert place == {"bootstrap_host": "10.0.0.7", "bootstrap_port": 8998, "disagg_prefill_dp_rank": 3}

@@ -180,16 +180,6 @@ def test_what_an_engine_says_corrects_it() -> None:
     assert slots.capacity == MAX_SLOTS
 
 
-def test_after_a_restart_nothing_is_loaded_and_nothing_runs() -> None:
-    slots = AdapterSlots(1)
-    slots.begin("a")
-    slots.clear()
-    assert "a" not in slots
-    slots.begin("b")
-    slots.end("a")  # the old leg
-    assert slots.loaded == ["b"]
-
-
 @pytest.mark.parametrize("capacity", [0, -3])
 def test_an_engine_has_one_slot_at_least(capacity: int) -> None:
     assert AdapterSlots(capacity).capacity == 1

@@ -659,7 +659,7 @@ def _serve_adapters(proxy: SharedProxy) -> None:
         models = frozenset(("m", "a", "b"))
         proxy.fleet.record_probe(member, True, models, None, None, "m", ("a", "b"))
         assert member.adapter_slots is not None
-        member.adapter_slots.clear()
+        member.adapter_slots.forget(member.adapter_slots.loaded)
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])

@@ -34,7 +34,7 @@ class Site:
             member = proxy.member("d")
             proxy.fleet.record_probe(member, True, frozenset(("m", *_ADAPTERS)), None, None, "m", _ADAPTERS)
             assert member.adapter_slots is not None
-            member.adapter_slots.clear()
+            member.adapter_slots.forget(member.adapter_slots.loaded)
             correct_slots(member, AdapterMetrics(2, frozenset()))
 
     def after(self, seconds: float = _SOON_S) -> None:

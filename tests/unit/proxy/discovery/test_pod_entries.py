@@ -111,7 +111,7 @@ def test_an_endpoint_slice_names_its_endpoints() -> None:
     assert (second.document["id"], second.document["drain"]) == ("10.0.0.2", True)
 
 
-@pytest.mark.parametrize(("said", "ranks"), [("4", 4), ("4-7", "4-7"), ("x", "x"), ("9" * 200, "9" * 200)])
+@pytest.mark.parametrize(("said", "ranks"), [("4", "4"), ("4-7", "4-7"), ("x", "x"), ("9" * 200, "9" * 200)])
 def test_an_annotation_says_the_ranks_behind_one_port(said: str, ranks: object) -> None:
     (found,) = pod_entries(_pod({"kvparams.io/role": "prefill"}, {"kvparams.io/ranks": said}), [8000])
     assert found.document["ranks"] == ranks

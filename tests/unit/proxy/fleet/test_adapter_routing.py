@@ -7,6 +7,7 @@ import pytest
 
 from kvparams.instances import DataParallelRank, Instance, RequestFacts, Role, RoundRobin, SchedulingPolicy
 from kvparams.routing.adapter_metrics import AdapterMetrics
+from kvparams.routing.adapter_slots import DEFAULT_SLOTS
 from kvparams.routing.policies.cache_aware import CacheAware
 from kvparams.routing.policies.least_load import LeastLoad
 from kvparams.routing.policies.random_choice import RandomChoice
@@ -53,7 +54,7 @@ class Site:
         for member in self.members:
             self.probe(member)
             assert member.adapter_slots is not None
-            member.adapter_slots.clear()
+            member.adapter_slots.forget(member.adapter_slots.loaded)
             correct_slots(member, AdapterMetrics(2, frozenset()))
 
     def probe(self, member: Member, *adapters: str) -> None:
@@ -161,7 +162,7 @@ def test_what_is_loaded_at_run_time_is_in_a_slot_and_what_is_unloaded_is_not() -
     assert all(member.adapter_slots is not None and "new" not in member.adapter_slots for member in site.members)
 
 
-def test_a_restarted_engine_has_nothing_loaded() -> None:
+def test_a_restarted_engine_has_loaded_what_it_serves_as_after_its_first_start() -> None:
     site = Site(LeastLoad)
     site.ask("a")
     (member,) = (each for each in site.members if each.adapter_slots is not None and "a" in each.adapter_slots)
@@ -170,10 +171,13 @@ def test_a_restarted_engine_has_nothing_loaded() -> None:
     for ready in (False, True):
         site.fleet.record_probe(member, ready, member.models, None, None, None, _ADAPTERS)
     assert member.adapter_slots is not None
-    assert not member.adapter_slots.loaded
+    assert member.adapter_slots.loaded == list(_ADAPTERS[-DEFAULT_SLOTS:])
     member.adapter_slots.begin("b")
+    loaded = member.adapter_slots.loaded
     site.fleet.release(running, request)  # a leg of the earlier incarnation changes nothing
-    assert member.adapter_slots.loaded == ["b"]
+    assert member.adapter_slots.loaded == loaded
+    site.fleet.record_probe(member, True, frozenset(("base",)), None, None, "base", ())
+    assert member.adapter_slots is None
 
 
 def test_only_a_probe_says_that_an_engine_has_lost_an_adapter() -> None:
