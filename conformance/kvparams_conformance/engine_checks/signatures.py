@@ -39,7 +39,8 @@ def _expect_refused(reply: Reply, reason: str | None) -> None:
 
 
 def _expect_accepted(reply: Reply) -> None:
-    expect(reply.status == 200, f"the status is {reply.status}")
+    said = dig(reply.json, "error", "message")
+    expect(reply.status == 200, f"the status is {reply.status}: {said!s:.200}")
 
 
 async def _ask(trial: EngineTrial, carrier: object, **members: Any) -> Reply:
