@@ -11,7 +11,7 @@ from itertools import islice
 from math import isfinite
 from typing import Final, NamedTuple
 
-from kvparams.routing.engine_samples import compile_names, find_samples
+from kvparams.routing.engine_samples import SampleError, compile_names, find_samples
 
 __all__ = ["AdapterMetrics", "parse_adapter_metrics"]
 
@@ -41,10 +41,18 @@ def parse_adapter_metrics(text: bytes | bytearray) -> AdapterMetrics | None:
     """
     newest = _newest_sample(text)
     if newest is None:
-        return next((_metrics(each.value, b"") for each in find_samples(text, _SGLANG)), None)
+        return _sglang_metrics(text)
     labels = {name: _unescape(value) for name, value in _LABEL.findall(newest)}
     names = (labels.get(name, b"") for name in (b"running_lora_adapters", b"waiting_lora_adapters"))
     return _metrics(labels.get(b"max_lora", b""), b",".join(names))
+
+
+def _sglang_metrics(text: bytes | bytearray) -> AdapterMetrics | None:
+    try:
+        slots = next((each.value for each in find_samples(text, _SGLANG) if each.value is not None), None)
+    except SampleError:
+        return None
+    return None if slots is None else _metrics(slots, b"")
 
 
 def _newest_sample(text: bytes | bytearray) -> bytes | None:

@@ -7,7 +7,7 @@ what an engine would need to fetch that KV. A client that leaves is counted and 
 
 It serves completions and chat, whole and streamed (`max_tokens` events and `[DONE]`). One line of JSON on stdout says
 which ports are served (port 0 picks a free one). Also on every port: GET /health, /v1/models, /stats (all ports),
-/reset (counters to zero), /set?ttft_ms=..&itl_ms=..&prefill_ms=.. (delays of all ports).
+/metrics (what a file has), /reset (counters to zero), /set?ttft_ms=..&itl_ms=..&prefill_ms=.. (delays of all ports).
 """
 
 import argparse
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, fields
 from itertools import count
+from pathlib import Path
 from typing import Self, cast
 from urllib.parse import parse_qsl
 
@@ -36,12 +37,13 @@ _BACKLOG = 2048
 class StubEngines:
     """The engines of one process. `async with await StubEngines.start(...)` serves until the block is left."""
 
-    def __init__(self, delays: Delays, model: str, cached_tokens: int) -> None:
+    def __init__(self, delays: Delays, model: str, cached_tokens: int, metrics: bytes | None) -> None:
         self.delays = delays
         self.model = model
         self.engines: list[Engine] = []
         self._serials = count(1)
         self._cached_tokens = cached_tokens
+        self._metrics = metrics
         self._servers = AsyncExitStack()
         self._connections: set[Connection] = set()
 
@@ -54,9 +56,10 @@ class StubEngines:
         delays: Delays | None = None,
         model: str = "stub",
         cached_tokens: int = 0,
+        metrics: bytes | None = None,
     ) -> Self:
         """Listen on these ports (0: any free one); every engine reports `cached_tokens` as found in its own cache."""
-        stub = cls(delays or Delays(), model, cached_tokens)
+        stub = cls(delays or Delays(), model, cached_tokens, metrics)
         try:
             for port in prefill:
                 await stub._listen("prefill", port)
@@ -104,6 +107,8 @@ class StubEngines:
         if path == "/v1/models":
             model = {"id": self.model, "object": "model", "created": 1790000000, "owned_by": "stub"}
             return _json_answer({"object": "list", "data": [model]})
+        if path == "/metrics" and self._metrics is not None:
+            return plain_answer(b"200 OK", self._metrics, b"text/plain")
         if path == "/stats":
             return _json_answer({str(each.port): {"role": each.role, **asdict(each.counters)} for each in self.engines})
         if path == "/reset":
@@ -139,6 +144,7 @@ async def _serve(arguments: argparse.Namespace) -> None:
         delays=delays,
         model=arguments.model,
         cached_tokens=arguments.cached_tokens,
+        metrics=None if arguments.metrics is None else arguments.metrics.read_bytes(),
     )
     async with stub:
         print(json.dumps({role: [e.port for e in stub.engines if e.role == role] for role in ("prefill", "decode")}))
@@ -155,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--itl-ms", type=float, default=0.0, help="between the tokens of a stream")
     parser.add_argument("--prefill-ms", type=float, default=0.0, help="before a prefill answer")
     parser.add_argument("--cached-tokens", type=int, default=0, help="what every engine reports as found in its cache")
+    parser.add_argument("--metrics", type=Path, metavar="FILE", help="what GET /metrics answers; otherwise 404")
     parser.add_argument("--model", default="stub")
     arguments = parser.parse_args(argv)
     if not arguments.prefill and not arguments.decode:

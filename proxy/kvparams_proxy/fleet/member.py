@@ -10,7 +10,7 @@ from kvparams.engine_backlog import EngineBacklog
 from kvparams.instances import Instance, RequestFacts
 from kvparams.routing.adapter_slots import AdapterSlots
 from kvparams.routing.breaker import Breaker, BreakerState
-from kvparams.routing.queue_depth import MovedBytes
+from kvparams.routing.engine_metrics import MovedBytes
 
 __all__ = ["Member", "MemberState"]
 

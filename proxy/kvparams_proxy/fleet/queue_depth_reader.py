@@ -18,14 +18,8 @@ from prometheus_client.registry import Collector
 
 from kvparams.instances import Role, ranks_key
 from kvparams.routing.adapter_metrics import parse_adapter_metrics
+from kvparams.routing.engine_metrics import add_moved_bytes, parse_engine_metrics
 from kvparams.routing.foreign_load import ForeignLoad, MeanLeg
-from kvparams.routing.queue_depth import (
-    QueueDepthError,
-    add_moved_bytes,
-    parse_cache_usages,
-    parse_moved_bytes,
-    parse_queue_depths,
-)
 from kvparams_proxy.event_loop.clock import Clock, ClockTimer
 from kvparams_proxy.fleet.adapter_loads import correct_slots
 from kvparams_proxy.fleet.fleet import Fleet
@@ -77,9 +71,6 @@ class QueueDepthReader:
         self.mean_legs: Final = {role: MeanLeg() for role in Role}
         self.results: Final = Counter[str]()
         """Counts readings by result: `read`, `failed`, `refused`."""
-        self.shown_until_s = 0.0
-        """Until when `Member.cache_usage` and `Member.moved_bytes` are wanted, on the clock of `loop`: while somebody
-        looks at them."""
         self._random = random or Random()
         self._shared_until = 0.0
         self._readers: dict[Member, _PageReader] = {}
@@ -191,29 +182,25 @@ class _PageReader:
 
     def _read(self, raw: bytes) -> None:
         owner = self._owner
-        self._absent = True
-        moved = None
-        if owner.loop.time() < owner.shown_until_s:
-            usages, moved = parse_cache_usages(raw), parse_moved_bytes(raw)
-            for member in self._ranks:
-                member.cache_usage = _of_rank(member, usages, max)
-                member.moved_bytes = _of_rank(member, moved, add_moved_bytes)
+        said = parse_engine_metrics(raw)
+        for member in self._ranks:
+            member.cache_usage = _of_rank(member, said.cache_usages, max)
+            member.moved_bytes = _of_rank(member, said.moved, add_moved_bytes)
         if any(member.adapter_slots is not None for member in self._ranks):
             self._correct_slots(raw)
-        try:
-            depths = parse_queue_depths(raw)
-        except QueueDepthError as error:
+        self._absent = True
+        if said.fault is not None:
             owner.results["refused"] += 1
-            _log.debug("the metrics of %s are ignored: %s", next(iter(self._ranks)).instance.id, error)
+            _log.debug("the metrics of %s are ignored: %s", next(iter(self._ranks)).instance.id, said.fault)
             return
         for member, load in self._ranks.items():
-            depth = _of_rank(member, depths, sum)
+            depth = _of_rank(member, said.queue_depths, sum)
             if depth is not None:
                 self._absent = False
                 load.record(depth)
         owner.results["read"] += not self._absent
         if self._absent:  # an engine that counts bytes and tells no queue is read as often: the live page shows rates
-            self._absent = not (parse_moved_bytes(raw) if moved is None else moved)
+            self._absent = not said.moved
 
     def _correct_slots(self, raw: bytes) -> None:
         said = parse_adapter_metrics(raw)

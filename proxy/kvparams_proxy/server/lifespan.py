@@ -170,7 +170,6 @@ async def app_lifespan(
                 plugins.modes,
                 parts.telemetry.recent_requests,
                 parts.sync,
-                parts.queue_depths,
                 worker,
             ),
             DIRECT_ENDPOINTS_KEY: {path.encode(): endpoint for path, endpoint in generate.items()},

@@ -4,7 +4,7 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from operator import sub
 from typing import Final, NamedTuple
 
-from kvparams.routing.queue_depth import MovedBytes
+from kvparams.routing.engine_metrics import MovedBytes
 from kvparams_proxy.ui.worker_part import EngineFacts, WorkerPart
 
 __all__ = ["COLUMNS", "EngineRow", "EngineTotals", "engine_row", "merge_engines", "rounded", "totals_of"]

@@ -9,7 +9,7 @@ from time import perf_counter, time
 from typing import TYPE_CHECKING, Final
 
 from kvparams.instances import Instance, Role
-from kvparams.routing.queue_depth import MovedBytes
+from kvparams.routing.engine_metrics import MovedBytes
 from kvparams_proxy.config.mode_parsing import mode_document
 from kvparams_proxy.coordination.fleet_sync import FleetSync
 from kvparams_proxy.execution.active_modes import ActiveModes

@@ -61,7 +61,7 @@ class EngineFacts(NamedTuple):
     """The blocks that it is believed to have; None where nobody looks at caches."""
     cache_capacity: int | None
     transferred: float | None
-    """KV bytes between engines, as the engine says: see `kvparams.routing.queue_depth.MovedBytes`."""
+    """KV bytes between engines, as the engine says: see `kvparams.routing.engine_metrics.MovedBytes`."""
     loaded: float | None
     saved: float | None
     reason: str
