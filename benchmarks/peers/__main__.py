@@ -35,6 +35,7 @@ from benchmarks.peers.routers import (
     floor,
     ours,
     ours_like_sglang,
+    ours_with_one_worker,
     peer,
     peer_versions,
     pinned,
@@ -82,8 +83,9 @@ def _routers(part: str, bench: Bench, peers: Sequence[str], folder: Path, cores:
     if part == "everything":
         return [everything_on(engines, folder), *(peer(name, engines, policy="cache_aware") for name in peers)]
     if part == "throughput":
-        both = [ours(engines, "--workers", str(_THREADS)), *(peer(name, engines, threads=_THREADS) for name in peers)]
-        return [pinned(router, cores) for router in both]
+        several = [ours(engines, "--workers", str(_THREADS)), ours_with_one_worker(engines)]
+        several += [peer(name, engines, threads=_THREADS) for name in peers]
+        return [pinned(router, cores) for router in several]
     return [
         *(floor(name, engines) for name in FLOORS),
         ours(engines),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from benchmarks.peers.measure import DIRECT, Row
-from benchmarks.peers.routers import OURS, OURS_SGLANG, PEERS
+from benchmarks.peers.routers import OURS, OURS_ALONE, OURS_SGLANG, PEERS
 from benchmarks.ratios import Interval, median_interval
 
 __all__ = ["Comparison", "best_peer", "compare", "report"]
@@ -143,7 +143,26 @@ def _throughput_section(rows: Sequence[Row]) -> str:
             [scenario, "(engine alone)", f"{_median(same, lambda row: row.per_s):.0f}", "", "", f"{others:.0f}"]
         )
     heads = ["scenario", "router", "requests/s", "ours / its", "CPU us/request", "engines and generator us/request"]
-    return f"### Throughput, two workers or threads on the same two cores\n\n{_table(heads, lines)}"
+    sections = ["### Throughput, two workers or threads on the same two cores", _table(heads, lines)]
+    return "\n\n".join([*sections, *_scaling_lines(taken)])
+
+
+def _scaling_lines(taken: Sequence[Row]) -> list[str]:
+    """Returns for each scenario how much more two workers carry than one, and how much more they could.
+
+    Engines and the generator use the same two cores: what they need is not there for a second worker.
+    """
+    lines: list[str] = []
+    for each in compare(taken, lambda row: row.per_s):
+        if each.router == OURS_ALONE:
+            both = [row for row in taken if (row.scenario, row.router) == (each.scenario, OURS)]
+            whole_us = _median(both, lambda row: row.cpu_us + row.engine_us + row.generator_us)
+            most = 2e6 / whole_us / each.value.median
+            lines.append(
+                f"{each.scenario}: two workers carry {each.ours} times what one does. With the two cores always busy, "
+                f"{most:.2f} is the most: a request takes {whole_us:.0f} us of them, engines and generator included."
+            )
+    return lines
 
 
 def _latency_section(rows: Sequence[Row]) -> str:

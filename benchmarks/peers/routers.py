@@ -17,6 +17,7 @@ from tests.support.processes import StartError, free_ports
 __all__ = [
     "FLOORS",
     "OURS",
+    "OURS_ALONE",
     "OURS_SGLANG",
     "PEERS",
     "Engines",
@@ -33,6 +34,7 @@ __all__ = [
 
 OURS: Final = "kvparams"
 OURS_SGLANG: Final = "kvparams sglang"
+OURS_ALONE: Final = "kvparams one worker"
 FLOORS: Final = ("floor", "floor starlette")
 PEERS: Final = ("vllm-router", "sglang-router", "smg")
 PEERS_ENVIRONMENT: Final = Path(__file__).parents[2] / ".venv-peers"
@@ -81,6 +83,11 @@ class Router:
 def ours(engines: Engines, *options: str, header: str = "") -> Router:
     """Returns `kvparams proxy` as shipped, with further options."""
     return _ours(OURS, engines, "nixl", options, header)
+
+
+def ours_with_one_worker(engines: Engines) -> Router:
+    """Returns `kvparams proxy` as shipped, beside which more workers are measured."""
+    return _ours(OURS_ALONE, engines, "nixl", (), "")
 
 
 def ours_like_sglang(engines: Engines) -> Router:
