@@ -133,7 +133,8 @@ def test_the_plot_has_a_panel_for_each_scenario_and_a_dot_with_an_interval_for_e
 def test_two_workers_are_beside_what_the_cores_allow() -> None:
     both = [row("kvparams", number, 150.0, part="throughput", per_s=9_000.0, engine_us=30.0) for number in range(3)]
     one = [row("kvparams one worker", number, 140.0, part="throughput", per_s=6_000.0) for number in range(3)]
-    text = report([*both, *one])
+    direct = [row("direct", number, 0.0, part="throughput") for number in range(3)]
+    text = report([*both, *one, *direct])
     # 150 + 30 + 7 us of two cores: 10,695 requests a second at most, which is 1.78 times 6,000.
     assert "ns-s-64: two workers carry 1.50 [1.50, 1.50] times what one does" in text
     assert "1.78 is the most" in text
