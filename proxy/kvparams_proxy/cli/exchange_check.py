@@ -69,8 +69,8 @@ async def check_exchange(sharing: SharingSettings, policy: str, models: str = ""
         yield CheckFinding("error", who, said)
     if any(info.get("models", "") != models for info in heard.infos.values()):
         said = (
-            "other proxies have other settings for single models than this one: give all the same `models` in the "
-            "fleet file"
+            "other settings of single models are in force at other proxies: give all the same `models` in the fleet "
+            "file, and restart those whose file has changed a `policy` there"
         )
         yield CheckFinding("error", who, said)
     versions = {str(info.get("version")) for info in heard.infos.values()}

@@ -42,8 +42,8 @@ __all__ = ["FleetSync"]
 
 _UNLIKE: Final = {
     "policy": "proxy %016x routes by %s and this one by %s: give all proxies of a site the same --policy",
-    "models": "for proxy %016x other things hold for single models (%s; here %s): give all proxies of a site the same "
-    "`models` in the fleet file",
+    "models": "for proxy %016x other settings of single models are in force (%s; here %s): give all proxies of a site "
+    "the same `models` in the fleet file, and restart those whose file has changed a `policy` there",
     "chain": "proxy %016x has other block hashes (%s; here %s), so what it says of caches is not used here: "
     "give all proxies of a site the same keys",
 }
