@@ -32,7 +32,7 @@ def _requests(role: Role) -> str:
 
 
 class ModelEntry(SettingsModel):
-    """What is set for one model. The members have the names of the options for all models."""
+    """Holds what is set for one model. Its members have the names of the options for all models."""
 
     model_config = ConfigDict(alias_generator=lambda name: name.replace("_", "-"))
 

@@ -158,7 +158,7 @@ class Settings:
 
     @property
     def for_all_models(self) -> ModelSettings:
-        """What holds for models that have no entry in `models`."""
+        """Returns what holds for models that have no entry in `models`."""
         return ModelSettings(self.policy, self.modes, self.limits)
 
     @property

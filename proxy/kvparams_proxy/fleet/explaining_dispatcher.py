@@ -49,7 +49,14 @@ class ExplainingDispatcher(Dispatcher):
             decision = chooser.prefixes.explain(chooser.policy, able, facts, turn).decision
             by_cache = chooser.prefixes.explain(chooser.policy, candidates, facts, turn)._replace(decision=decision)
             chosen = decision.chosen
-        return RouteExplanation(chosen, candidates, by_cache, bool(self._room) or not free, excluded)
+        waits = not free or self._others_wait_for(candidates)
+        return RouteExplanation(chosen, candidates, by_cache, waits, excluded)
+
+    def _others_wait_for(self, candidates: Collection[Member]) -> bool:
+        """Returns whether some leg waits for one of these members."""
+        ours = set(candidates)
+        items = (head.item for head in self._room.lane_heads())
+        return any(not ours.isdisjoint(self._find_for(each.facts, each.paired_with, each.avoid)) for each in items)
 
     def _why_not(self, member: Member, facts: RequestFacts) -> str:
         if self.has_limits and not self._fits(member, facts.prompt_tokens):

@@ -211,7 +211,7 @@ class FleetMembers:
 
     @property
     def model_settings(self) -> SettingsByModel:
-        """What is set for single models."""
+        """Returns what is set for single models."""
         return self._models
 
     def model_settings_changed(self) -> None:

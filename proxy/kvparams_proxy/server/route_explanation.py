@@ -63,7 +63,7 @@ async def explain_route(request: Request) -> RouteAnswer:
     by_client = facts.token_ids is not None or facts.routing_ids is not None
     source = prompt.source if prompt is not None else TokenIdSource.CLIENT if by_client else None
     by_cache, stats = explained.by_cache, None
-    if resources.prefix_cache is not None:
+    if resources.prefix_cache is not None and by_cache is not None:
         stats = resources.prefix_cache.prediction_stats
     return RouteAnswer(
         policy=policy,

@@ -110,6 +110,7 @@ def test_each_engine_has_the_limit_of_its_model(usual: int | None) -> None:
     explained = site.fleet.explain(_DECODE, site.last.facts._replace(model="a"))
     assert explained.waits
     assert set(explained.excluded.values()) <= {"no room"}
+    assert site.fleet.explain(_DECODE, site.last.facts).waits is (usual is not None), "whoever waits for others"
     assert [site.fleet.limits_of(site.member(id)).requests for id in ("a0", "b0")] == [1, usual]
 
 
