@@ -220,14 +220,19 @@ async def test_limits_and_modes_follow_the_file_and_policies_do_not(
     await until(is_refused)
     assert "x-kvparams-aggregated" in (await site.ask("lone")).headers
 
-    site.write("models: {}\n")
+    site.write("models: {lone: {modes: [{use: prefill_then_decode}]}}\n")
 
     async def is_split() -> bool:
         return "x-kvparams-prefill" in (await site.ask("lone")).headers
 
     await until(is_split)
-    found = await site.models()
-    assert (found["lone"]["entry"], found["load"]["policy"]) == (None, "least_load")
+    site.write("models: {}\n")
+
+    async def is_as_for_all() -> bool:
+        return (await site.models())["lone"]["entry"] is None
+
+    await until(is_as_for_all)
+    assert (await site.models())["load"]["policy"] == "least_load"
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,11 @@ def test_each_model_has_its_policy_and_its_turns() -> None:
     assert site.take("a", 3) == ["a1"] * 3
     assert site.take("b", 4) == ["b0", "b1"] * 2, "the control: everyone in turn, whatever the load"
     assert site.take("poems") == ["a1"], "an adapter follows its base model"
+    for id in ("b0", "b1"):
+        site.serve(site.member(id), "b", "poems")
+    for id in ("a0", "a1"):
+        site.serve(site.member(id), "a")
+    assert site.take("poems", 2) == ["b0", "b1"], "engines of another model serve it now"
     turns = Site({"a": ModelSettings("round_robin")}, policies={"a": RoundRobin()})
     assert [turns.take(model)[0] for model in "abab"] == ["a0", "b0", "a1", "b1"]
 
@@ -138,6 +143,15 @@ def test_an_engine_that_serves_another_model_has_its_limit() -> None:
     assert site.fleet.limits_of(site.member("a0")).requests == 2
     site.serve(site.member("a0"), "other")
     assert site.fleet.limits_of(site.member("a0")).requests is None
+
+
+def test_a_fleet_without_limits_may_get_some() -> None:
+    site = Site({})
+    assert "" not in site.take("a", 5)
+    site.models.replace({"b": limited(1)})
+    site.fleet.model_settings_changed()
+    assert sorted(site.take("b", 3)) == ["", "b0", "b1"]
+    assert "" not in site.take("a", 2)
 
 
 def test_limits_may_change_and_who_waits_hears_of_it() -> None:
