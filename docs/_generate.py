@@ -32,6 +32,7 @@ from kvparams_connectors.stores.tiered.settings import TieredSettings
 from kvparams_connectors.stores.valkey.settings import ValkeySettings, ValkeysSettings
 from kvparams_proxy.cli import picker_command, proxy_command, sidecar_command
 from kvparams_proxy.config.fleet_document import FleetFile
+from kvparams_proxy.config.model_parsing import ModelEntry
 from kvparams_proxy.config.options import OPTION_GROUPS
 from kvparams_proxy.config.settings import default_spec_rules
 from kvparams_proxy.config.spec_parsing import DefaultsSection, InstanceEntry
@@ -198,6 +199,12 @@ def configuration_page() -> str:
         (f"{name} *" if name in defaults else name, meaning, rules[name]) for name, meaning in _described(InstanceEntry)
     )
     parts.append(_table(("member", "meaning", "must be"), fields))
+    parts += [
+        "### Members of a model",
+        "What an entry leaves out is as for all models: see [several models](endpoints.md#several-models).",
+    ]
+    rules = _rules(ModelEntry)
+    parts.append(_table(("member", "meaning", "must be"), ((n, text, rules[n]) for n, text in _described(ModelEntry))))
     parts.append("## Engines")
     for place, engine in ENGINES.items():
         parts += [f"### {place}", _settings_table(engine)]

@@ -200,7 +200,7 @@ class SchedulingPolicy(Protocol):
         Args:
             candidates: never empty; always in the same order while the fleet does not change.
             request: what is known about it.
-            turn: how many choices were made for this role before; it never repeats.
+            turn: how many choices were made with this policy for this role before; it never repeats.
         """
         ...
 

@@ -44,6 +44,8 @@ class EngineInfo(NamedTuple):
 
     model: str | None
     max_tokens: int
+    models: tuple[str, ...] = ()
+    """All models that it serves."""
 
 
 async def ask_engine(instance: Instance, pool: Upstream) -> tuple[CheckFinding, EngineInfo | None]:
@@ -72,7 +74,7 @@ async def ask_engine(instance: Instance, pool: Upstream) -> tuple[CheckFinding, 
         return CheckFinding("warning", instance.id, said), EngineInfo(None, 2 * PROMPT_TOKENS)
     name, longest = next(iter(models.items()))
     return CheckFinding("ok", instance.id, f"({declared}) answers and serves {', '.join(models)}"), EngineInfo(
-        name, longest
+        name, longest, tuple(models)
     )
 
 

@@ -14,7 +14,9 @@ from kvparams.instances import Instance, Role
 from kvparams.routing.handoff_verifier import HandoffVerifier
 from kvparams.signing.signer import Signer
 from kvparams_proxy.checks.engine_check import CheckFinding, EngineInfo, ask_bootstrap, ask_engine
+from kvparams_proxy.checks.model_check import check_models
 from kvparams_proxy.checks.pair_check import PairTrial
+from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.fleet.bootstrap_servers import BootstrapServers
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
 from kvparams_proxy.upstream.connection_pool import UpstreamConnectionPool
@@ -28,25 +30,29 @@ async def check_fleet(
     dialects: Mapping[str, Dialect],
     limits: UpstreamLimits,
     signer: Signer | None = None,
+    settings: Settings | None = None,
 ) -> AsyncGenerator[CheckFinding]:
-    """Looks at every engine, then at every pair, and yields what is found.
+    """Looks at every engine, the entries for models, and every pair, and yields what is found.
 
     Args:
         entries: the engines, their keys and certificates loaded.
         dialects: by name.
         limits: of their answers and connections.
         signer: signs what they are told of KV.
+        settings: where entries for models are, if there are any.
     """
     async with _opened(entries, limits) as engines:
         known: dict[Instance, EngineInfo] = {}
         places: dict[Instance, BootstrapInfo] = {}
         bootstraps = BootstrapServers(dialects, limits)
         pins = HandoffVerifier(load_tables_and_errors()[0])
+        served: dict[str, tuple[str, ...]] = {}
         for instance, pool in engines.items():
             finding, found = await ask_engine(instance, pool)
             yield finding
             if found is None:
                 continue
+            served[instance.id] = found.models
             server = bootstraps.for_instance(instance)
             if server is not None:
                 finding, place = await ask_bootstrap(instance, server)
@@ -55,6 +61,8 @@ async def check_fleet(
                     continue
                 places[instance] = place
             known[instance] = found
+        for finding in () if settings is None else check_models(settings, served):
+            yield finding
         for prefill, decode in _pairs(list(engines)):
             if decode is None:
                 said = (

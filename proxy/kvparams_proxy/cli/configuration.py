@@ -99,6 +99,7 @@ def build_configuration(arguments: argparse.Namespace) -> Configuration:
     rules = replace(
         rules, credentials=load_credentials(rules.credential_sources, "--engine-key-file, --engine-ca", problems)
     )
+    rules = replace(rules, model_aliases=flags.model_alias)
     provider = _file_provider(arguments.config, rules, problems)
     found = discovery_providers(arguments, static, rules if provider is None else provider.document.rules, problems)
     options = ProxyOptions()
@@ -212,6 +213,7 @@ def _make_settings(
             modes=_modes(options, provider),
             modes_are_fixed=modes_are_fixed,
             tokenizers=tokenizers,
+            models={} if provider is None else provider.document.models,
             model_aliases=options.model_alias or {},
             decode_picker=decode_picker,
             prefill_timeout_s=options.prefill_timeout,

@@ -20,6 +20,7 @@ from kvparams.instances import Role
 from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams_proxy.cli.configuration import Configuration
 from kvparams_proxy.config.mode_parsing import mode_document
+from kvparams_proxy.config.model_parsing import model_document
 from kvparams_proxy.config.options import OPTIONS
 from kvparams_proxy.config.settings import DEFAULT_MODES
 from kvparams_proxy.config.share_url import ShareURL
@@ -76,6 +77,8 @@ def describe_effective_settings(command: str, arguments: argparse.Namespace, ask
         if asked.settings.local_id is not None:
             source = sources.get("role", "--role")
         lines += ["modes:", *(_line(f"  - {_yaml(mode_document(mode))}", source) for mode in asked.settings.modes)]
+    if asked.settings.models:
+        lines += ["models:", *_model_lines(asked)]
     instances = list(_instance_lines(arguments, asked, rules, sources))
     return "\n".join([*lines, "instances:" if instances else "instances: []", *instances])
 
@@ -148,6 +151,12 @@ def _other_lines(arguments: argparse.Namespace, sources: Mapping[str, str]) -> I
             shown = printable(_USER.sub("", str(one)))
             note = _LEFT_OUT if _USER.search(str(one)) else ""
             yield _line(f"#   --{name.replace('_', '-')} {shown}", sources.get(name, _DEFAULT), note)
+
+
+def _model_lines(asked: Configuration) -> Iterator[str]:
+    """Returns the section `models`. What an entry leaves out is as printed above."""
+    for name, entry in asked.settings.models.items():
+        yield _line(f"  {_key(name)}: {_yaml(model_document(entry))}", asked.file)
 
 
 def _role_lines(rules: SpecRules, flag_rules: SpecRules, file: str, sources: Mapping[str, str]) -> Iterator[str]:

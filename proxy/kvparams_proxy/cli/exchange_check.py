@@ -23,8 +23,14 @@ _LISTEN_S: Final = 3 * HEARTBEAT_S
 _CONNECT_S: Final = 5.0
 
 
-async def check_exchange(sharing: SharingSettings, policy: str) -> AsyncGenerator[CheckFinding]:
-    """Listens for a while, and yields what is found. `policy`: that of this proxy."""
+async def check_exchange(sharing: SharingSettings, policy: str, models: str = "") -> AsyncGenerator[CheckFinding]:
+    """Listens for a while, and yields what is found.
+
+    Args:
+        sharing: where the proxies meet.
+        policy: that of this proxy.
+        models: the mark of what holds for single models here, see `mark_of_models`.
+    """
     url = sharing.place
     if not isinstance(url, ShareURL):
         return
@@ -59,6 +65,12 @@ async def check_exchange(sharing: SharingSettings, policy: str) -> AsyncGenerato
     if others:
         said = (
             f"other proxies route by {', '.join(sorted(others))} and this one by {policy}: give all the same --policy"
+        )
+        yield CheckFinding("error", who, said)
+    if any(info.get("models", "") != models for info in heard.infos.values()):
+        said = (
+            "other settings of single models are in force at other proxies: give all the same `models` in the fleet "
+            "file, and restart those whose file has changed a `policy` there"
         )
         yield CheckFinding("error", who, said)
     versions = {str(info.get("version")) for info in heard.infos.values()}

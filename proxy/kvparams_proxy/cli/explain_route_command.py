@@ -102,6 +102,7 @@ def _ask(arguments: argparse.Namespace, token: Secret, body: bytes) -> bytes:
 def _words(found: RouteAnswer) -> str:
     has_estimates = any(one.cached is not None for one in found.candidates)
     lines = [printable(found.decision), "", *(_cache_table(found) if has_estimates else _load_table(found)), ""]
+    lines += [f"mode {printable(found.mode)}, policy {printable(found.policy)}"] if found.mode is not None else []
     if found.ids is None and found.policy == "cache_aware":
         lines += [
             f"about {found.tokens} tokens, estimated from the text's length; the token ids are unknown, so engines "

@@ -17,7 +17,7 @@ from kvparams_proxy.cli.proxy_command import (
     run_server,
 )
 from kvparams_proxy.config.discovery_url import KubernetesSource, parse_discovery_url
-from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.execution.active_modes import needed_roles
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec
 from kvparams_proxy.picker.objectives import parse_objectives
 from kvparams_proxy.picker.settings import PARTNER_DIALECTS, PartnerDialect, PickerSettings, PickerTLS
@@ -124,7 +124,7 @@ class PickerCommand:
         asked = load_configuration("picker", arguments)
         if asked is None:
             return 2
-        needed = sorted(ActiveModes(asked.settings.modes).roles)
+        needed = sorted(needed_roles(asked.settings))
         if len(needed) > 1 and asked.settings.signing is None and picker.partner_dialect != "llm-d":
             return _refused(
                 "sidecars must be told their prefill engine: add --sign-with FILE --audience NAME, or choose "

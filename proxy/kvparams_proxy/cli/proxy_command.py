@@ -21,11 +21,12 @@ from kvparams_proxy.cli.configuration import Configuration, build_configuration
 from kvparams_proxy.cli.effective_settings import describe_effective_settings
 from kvparams_proxy.cli.exchange_check import check_exchange
 from kvparams_proxy.cli.worker_pool import run_workers
+from kvparams_proxy.config.model_parsing import mark_of_models
 from kvparams_proxy.config.options import OPTIONS, Option
 from kvparams_proxy.config.settings import Settings, known_dialects
 from kvparams_proxy.config.signing import ReloadingSigner
 from kvparams_proxy.config_errors import ConfigError
-from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.execution.active_modes import needed_roles
 from kvparams_proxy.fleet.registry.instance_spec import spec_of
 from kvparams_proxy.listening.activation import ActivationError
 from kvparams_proxy.listening.handover import SocketHandover
@@ -98,7 +99,7 @@ class ProxyCommand:
         asked = load_configuration("proxy", arguments)
         if asked is None:
             return 2
-        needed = sorted(ActiveModes(asked.settings.modes).roles)
+        needed = sorted(needed_roles(asked.settings))
         missing = [role for role in needed if not any(entry.role is role for entry in asked.entries)]
         notes = [f"no {role} engine is given; requests get a 503 until there is one" for role in missing]
         if asked.workers > 1 and not (arguments.check or arguments.print_config):
@@ -330,9 +331,9 @@ async def _check(command: str, asked: Configuration) -> int:
     entries = [*given, *asked.entries[len(given) :]]  # those of the file have been read with their keys
     errors = 0
     signer = None if settings.signing is None else ReloadingSigner(settings.signing).signer
-    findings = [check_fleet(entries, known_dialects(), settings.upstream_limits, signer)]
+    findings = [check_fleet(entries, known_dialects(), settings.upstream_limits, signer, settings)]
     if settings.sharing is not None:
-        findings.append(check_exchange(settings.sharing, settings.policy))
+        findings.append(check_exchange(settings.sharing, settings.policy, mark_of_models(settings.models)))
     for found in findings:
         async for one in found:
             errors += one.grade == "error"

@@ -4,21 +4,24 @@
     roles: {prefill: {model: [p1, p2]}, ...}   # labels by which an instance without a role finds it
     defaults: {connector: nixl, ...}           # what holds for instances that do not say otherwise
     modes: [{use: prefill_then_decode}, ...]   # how requests are coordinated, and which of them how
+    models: {llama: {policy: least_load}, ...} # what holds for single models
     instances: [{id: p0, url: "http://10.0.0.1:8000", role: prefill}, ...]
 
 Reading blocks, see `kvparams_proxy.config.yaml_reader`: a running proxy does it in a thread.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Final, cast
 
 from pydantic import Field, PlainValidator, ValidationError, ValidationInfo, field_validator
 from pydantic_core import InitErrorDetails
 
 from kvparams.routing.managers.mode_selector import ManagerMode
+from kvparams.routing.model_settings import ModelSettings
 from kvparams.settings_model import SettingsModel, error_at, placed_errors
 from kvparams_proxy.config.mode_parsing import Modes
+from kvparams_proxy.config.model_parsing import parse_models
 from kvparams_proxy.config.options import ProxyOptions
 from kvparams_proxy.config.spec_fields import rules_of
 from kvparams_proxy.config.spec_parsing import DefaultsSection, InstanceEntry, RolesSection
@@ -94,6 +97,13 @@ def _rules_with(sections: Mapping[str, Any], rules: SpecRules) -> SpecRules:
     return defaults.apply_to(rules) if isinstance(defaults, DefaultsSection) else rules
 
 
+def _check_models(value: object, info: ValidationInfo) -> dict[str, ModelSettings]:
+    """Returns what is set for single models. Aliases that a flag gives take precedence over those in the file."""
+    proxy, given = info.data.get("proxy"), rules_of(info).model_aliases
+    aliases = proxy.model_alias if given is None and isinstance(proxy, ProxyOptions) else given
+    return parse_models(value, aliases or {})
+
+
 class FleetFile(SettingsModel):
     """The sections of the file. Each may be left out, or left empty."""
 
@@ -117,6 +127,10 @@ class FleetFile(SettingsModel):
             "see [modes](modes.md)"
         ),
     ] = None
+    models: Annotated[dict[str, ModelSettings], PlainValidator(_check_models)] = Field(
+        default_factory=dict[str, ModelSettings],
+        description="an object with an entry for each model for which something else holds; see the table below",
+    )
     instances: Annotated[
         tuple[InstanceSpec, ...],
         PlainValidator(_check_instances),
@@ -142,6 +156,8 @@ class FleetDocument:
     entries: tuple[InstanceSpec, ...]
     modes: tuple[ManagerMode, ...] = ()
     """Empty where it says nothing of them."""
+    models: Mapping[str, ModelSettings] = field(default_factory=dict[str, ModelSettings])
+    """What holds for single models."""
 
 
 def parse_fleet_document(text: str, rules: SpecRules) -> FleetDocument:
@@ -163,4 +179,4 @@ def parse_fleet_document(text: str, rules: SpecRules) -> FleetDocument:
         problems.raise_if_any()
         raise  # never: there was a problem
     sections = {"roles": file.roles, "defaults": file.defaults}
-    return FleetDocument(file.proxy, _rules_with(sections, rules), file.instances, file.modes or ())
+    return FleetDocument(file.proxy, _rules_with(sections, rules), file.instances, file.modes or (), file.models)

@@ -87,10 +87,14 @@ class FleetFileProvider:
             return
         if document.settings != self.document.settings:
             _log.warning("%s: changes under `proxy` take effect at the next start", self._path)
+        if _policies(document) != _policies(self.document):
+            _log.warning("%s: changes of `policy` under `models` take effect at the next start", self._path)
         before, self.document = self.document, document
         registry.spec_rules = document.rules
         if document.modes != before.modes:
             registry.switch_modes(self.source, document.modes)
+        if document.models != before.models:
+            registry.switch_models(self.source, document.models)
         for entries in rollout_steps(before.entries, document.entries, _PORTION):
             registry.publish(self.source, entries, partly=True)
             await asyncio.sleep(0)
@@ -135,6 +139,10 @@ class FleetFileProvider:
             rules=replace(document.rules, credentials=loaded[document.rules.credential_sources]),
             entries=entries,
         )
+
+
+def _policies(document: FleetDocument) -> dict[str, str]:
+    return {name: each.policy for name, each in document.models.items() if each.policy is not None}
 
 
 def _see(path: Path) -> _FileState | None:

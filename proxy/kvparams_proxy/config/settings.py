@@ -13,6 +13,7 @@ from kvparams.jsontext.document import JSONLimits
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerLimits
 from kvparams.routing.managers.mode_selector import ManagerMode
+from kvparams.routing.model_settings import ModelSettings
 from kvparams_proxy.config.picker_url import PickerURL
 from kvparams_proxy.config.sharing import SharingSettings
 from kvparams_proxy.config.signing import SigningSettings
@@ -77,13 +78,15 @@ class Settings:
     sharing: SharingSettings | None = None
     """How this proxy shares the fleet with others; without, it is the only one."""
     policy: str = "round_robin"
-    """A name in the entry-point group `kvparams.policies`; both roles use it."""
+    """A name in the entry-point group `kvparams.policies`; all roles but encode use it."""
     tokenizers: TokenizersByModel = field(default_factory=dict[str | None, TokenizationMethod])
     """How prompts get the ids that policies route by; without, only those that the client sent are known."""
     modes: tuple[ManagerMode, ...] = DEFAULT_MODES
     """How requests are coordinated, at first."""
     modes_are_fixed: bool = False
     """Whether these stay whatever the fleet file says."""
+    models: Mapping[str, ModelSettings] = field(default_factory=dict[str, ModelSettings])
+    """What holds for single models, at first; a policy always. Beside an engine (`local_id`) their modes do not."""
     model_aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     """The served model by each further name that clients may use."""
     prefill_timeout_s: float = 300.0
@@ -152,6 +155,11 @@ class Settings:
             raise ValueError("body_memory_bytes must be at least what one body may have")
         if self.retries < 0 or self.slow_start_s < 0:
             raise ValueError("retries and slow_start_s must not be negative")
+
+    @property
+    def for_all_models(self) -> ModelSettings:
+        """Returns what holds for models that have no entry in `models`."""
+        return ModelSettings(self.policy, self.modes, self.limits)
 
     @property
     def local(self) -> Instance | None:

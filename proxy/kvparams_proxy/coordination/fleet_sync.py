@@ -42,11 +42,15 @@ __all__ = ["FleetSync"]
 
 _UNLIKE: Final = {
     "policy": "proxy %016x routes by %s and this one by %s: give all proxies of a site the same --policy",
+    "models": "for proxy %016x other settings of single models are in force (%s; here %s): give all proxies of a site "
+    "the same `models` in the fleet file, and restart those whose file has changed a `policy` there",
     "chain": "proxy %016x has other block hashes (%s; here %s), so what it says of caches is not used here: "
     "give all proxies of a site the same keys",
 }
 _log: Final = logging.getLogger(__name__)
 _UNLIKE_BEATS: Final = 2
+_CHANGING_BEATS: Final = 10
+"""Proxies may have unlike `models` for so many heartbeats: a changed file does not reach all of them at once."""
 _RESTART_S: Final = 10.0
 """A restart that another proxy tells is the one that this proxy saw itself so recently."""
 _MOST_ADAPTERS: Final = 4096
@@ -95,6 +99,8 @@ class FleetSync:
         """Siblings whose block hashes are this proxy's."""
         self._unlike_beats = 0
         """Heartbeats since all proxies had the same settings."""
+        self._unlike_models: dict[int, int] = {}
+        """Heartbeats since a sibling has had the same `models`."""
         self._warned: set[tuple[int, str]] = set()
         self._restarts: dict[Member, float] = {}
         """When this proxy saw a member restart last."""
@@ -109,6 +115,13 @@ class FleetSync:
         self._caches = _prefix_sync(prefixes, self._names, self.exchange.publish, loop.time)
         fleet.add_listener(self)
         fleet.share_with(self)
+
+    def describe_models(self, mark: str) -> None:
+        """Says from now on what holds for single models, see `mark_of_models`."""
+        if mark:
+            self._info["models"] = mark
+        else:
+            self._info.pop("models", None)
 
     def start(self) -> None:
         """Begins to share."""
@@ -237,6 +250,7 @@ class FleetSync:
     def beat(self) -> None:
         """See `ExchangeListener`."""
         self._authenticator.use_secrets(self._secrets())
+        self._compare_models()
         alike = (None, self.settings.digest)
         if all(each.info.get("settings") in alike for each in self.exchange.siblings.alive.values()):
             self._unlike_beats = 0
@@ -246,6 +260,15 @@ class FleetSync:
             self._unlike_beats = 0
             for entry in self.settings.snapshot():
                 self.exchange.publish(entry)
+
+    def _compare_models(self) -> None:
+        """Warns of siblings that have had unlike `models` for a while."""
+        ours = self._info.get("models")
+        unlike = {id: each.info for id, each in self.exchange.siblings.alive.items() if each.info.get("models") != ours}
+        self._unlike_models = {id: self._unlike_models.get(id, 0) + 1 for id in unlike}
+        for id, beats in self._unlike_models.items():
+            if beats == _CHANGING_BEATS:
+                _log.warning(_UNLIKE["models"], id, unlike[id].get("models"), ours)
 
     def changed_loads(self) -> Iterable[EngineLoad]:
         """See `ExchangeListener`."""

@@ -11,9 +11,11 @@ from kvparams.instances import RequestFacts, Role
 from kvparams.routing.managers.factory import create_manager
 from kvparams.routing.managers.interface import DisaggregatedRequestManager
 from kvparams.routing.managers.mode_selector import ActiveManager, ManagerMode, ModeSelector
+from kvparams.routing.model_settings import SettingsByModel
 from kvparams.signing.signer import Signer
+from kvparams_proxy.config.settings import Settings
 
-__all__ = ["ActiveModes", "required_roles"]
+__all__ = ["ActiveModes", "needed_roles", "required_roles"]
 
 _log: Final = logging.getLogger(__name__)
 
@@ -23,18 +25,28 @@ def required_roles(choice: ModeSelector) -> frozenset[Role]:
     return frozenset(role for each in choice.active for role in each.manager.roles)
 
 
-class ActiveModes:
-    """The active modes of one proxy."""
+def needed_roles(settings: Settings) -> frozenset[Role]:
+    """Returns the roles without which a proxy that starts with these settings would refuse some request."""
+    return ActiveModes(settings.modes, models=SettingsByModel(settings.models)).roles
 
-    def __init__(self, modes: Sequence[ManagerMode], signer: Signer | None = None) -> None:
-        """Creates the managers of these modes.
+
+class ActiveModes:
+    """The active modes of one proxy: those for all models, and those of models that have modes of their own."""
+
+    def __init__(
+        self, modes: Sequence[ManagerMode], signer: Signer | None = None, models: SettingsByModel | None = None
+    ) -> None:
+        """Creates the managers of these modes, and of those of `models`.
 
         Raises:
             PluginError: a manager is not registered, or cannot be loaded.
             ValueError: an option of one is wrong, or they are no choice; see `ModeSelector`.
         """
         self._signer = signer
+        self._models = models or SettingsByModel()
         self._choice = self._made(modes, ())
+        self._by_entry: dict[str | None, ModeSelector] = {}
+        self._make_by_entry()
         self._changed: Callable[[frozenset[Role]], None] | None = None
         self.switch_count = 0
         """How often they were replaced."""
@@ -44,10 +56,14 @@ class ActiveModes:
         """The active modes, in the order in which they were named."""
         return tuple(each.mode for each in self._choice.active)
 
+    def active_for(self, model: str | None) -> tuple[ManagerMode, ...]:
+        """The active modes for requests for a model."""
+        return tuple(each.mode for each in self._choice_for(model).active)
+
     @property
     def roles(self) -> frozenset[Role]:
-        """See `required_roles`."""
-        return required_roles(self._choice)
+        """See `required_roles`: the roles for all models together."""
+        return required_roles(self._choice).union(*map(required_roles, self._by_entry.values()))
 
     def set_change_listener(self, changed: Callable[[frozenset[Role]], None]) -> None:
         """Sets a listener that hears the required roles now and after every switch."""
@@ -56,7 +72,12 @@ class ActiveModes:
 
     def select_manager(self, request: RequestFacts, endpoint: str, stream: bool) -> DisaggregatedRequestManager:
         """Selects the manager that coordinates this request."""
-        return self._choice.select_manager(request, endpoint, stream)
+        choice = self._choice if not self._by_entry else self._choice_for(request.model)
+        return choice.select_manager(request, endpoint, stream)
+
+    def name_of(self, manager: DisaggregatedRequestManager, model: str | None) -> str | None:
+        """Returns the name of the mode that has this manager; None if none of the model's modes has it."""
+        return next((each.mode.use for each in self._choice_for(model).active if each.manager is manager), None)
 
     def replace(self, modes: Sequence[ManagerMode], source: str) -> None:
         """Replaces the modes from the next request on. Raises as the constructor does; then nothing has changed."""
@@ -65,6 +86,31 @@ class ActiveModes:
         _log.info("%s: modes are now %s", source, ", ".join(mode.use for mode in modes))
         if self._changed is not None:
             self._changed(self.roles)
+
+    def models_changed(self, source: str) -> None:
+        """Hears that what is set for models has changed. Raises as the constructor does; then nothing has changed."""
+        before = {name: choice.active for name, choice in self._by_entry.items()}
+        self._make_by_entry()
+        if {name: choice.active for name, choice in self._by_entry.items()} == before:
+            return
+        self.switch_count += 1
+        _log.info(
+            "%s: models with modes of their own are now %s", source, ", ".join(map(repr, self._by_entry)) or "none"
+        )
+        if self._changed is not None:
+            self._changed(self.roles)
+
+    def _choice_for(self, model: str | None) -> ModeSelector:
+        return self._by_entry.get(self._models.entry_name(model), self._choice)
+
+    def _make_by_entry(self) -> None:
+        """Makes the managers for models that have modes of their own."""
+        before = self._by_entry
+        self._by_entry = {
+            name: self._made(each.modes, before[name].active if name in before else ())
+            for name, each in self._models.entries.items()
+            if each.modes
+        }
 
     def _made(self, modes: Sequence[ManagerMode], before: Iterable[ActiveManager]) -> ModeSelector:
         """Returns the managers. One that stays active keeps its state."""

@@ -8,21 +8,20 @@ the legs behind it.
 
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from kvparams.instances import Instance, RequestFacts, Role, SchedulingPolicy
+from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerState
 from kvparams.routing.fair_queue import Ticket
 from kvparams.routing.pairing import PairKey
 from kvparams_proxy.fleet.adapter_loads import AdapterLegs, with_adapter_loads, with_free_slots
 from kvparams_proxy.fleet.candidates import Candidates
+from kvparams_proxy.fleet.instance_limits import InstanceLimits
+from kvparams_proxy.fleet.leg_choosers import LegChoosers
 from kvparams_proxy.fleet.leg_queue import LegQueue, LegWaiter, QueuedLeg, QueueObserver, RemoteLeg
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.slow_start import CallLater, SlowStart
-
-if TYPE_CHECKING:
-    from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
 
 __all__ = ["Dispatcher"]
 
@@ -37,23 +36,19 @@ class Dispatcher(Candidates):
     def __init__(
         self,
         role: Role,
-        policy: SchedulingPolicy,
+        choosers: LegChoosers,
         members: Mapping[str, Member],
-        limits: RoleLimits,
+        limits: InstanceLimits,
         queue: QueueLimits,
         slow_start_s: float,
         now: Callable[[], float],
         call_later: CallLater,
-        prefixes: "PrefixCacheModel | None" = None,
     ) -> None:
-        """Creates the dispatcher of one role.
-
-        `members` is the fleet's own mapping, of all roles; it is only read. `prefixes`: where the policy looks at them.
-        """
+        """Creates the dispatcher of one role. `members` is the fleet's own mapping, of all roles."""
         super().__init__(role, members, now)
         self.needs_notice = False
         """Whether more than the policy has a say now: a limit, a slow start, an open breaker, adapters, caches."""
-        self.has_limits: Final = limits.requests is not None or limits.tokens is not None
+        self.has_limits = limits.exist
         """Whether anybody ever waits here."""
         self.panic_legs = 0
         """Counts the legs that were given to suspected instances because no other could be given any."""
@@ -64,15 +59,14 @@ class Dispatcher(Candidates):
         """Called when an instance is chosen for its trial; the fleet has all roles forget their candidates."""
         self._careful = False
         """Whether a slow start, a breaker that is not closed, an adapter, or what is cached has a say now."""
-        self._policy = policy
-        self._prefixes = prefixes
-        self._requests = limits.requests
-        self._tokens = limits.tokens
-        self._turn = 0
+        self._choosers = choosers
+        self._prefixes = choosers.prefixes
+        self._limits = limits
+        self._fits = limits.have_room
         self._named: frozenset[str] | None = None
         """Models that some instance has named; None until they are asked for."""
         self._slow = SlowStart(slow_start_s, now, call_later, self._time_passed)
-        self._room = LegQueue(role, queue, limits.tokens is not None, now, call_later, self._time_passed)
+        self._room = LegQueue(role, queue, limits.count_tokens, now, call_later, self._time_passed)
         self._serving = False
 
     @property
@@ -113,9 +107,10 @@ class Dispatcher(Candidates):
         if self._needs_care(facts, avoid, beside):
             return self._acquire_with_care(facts, avoid, waiter, beside)
         candidates = self._candidates.get(facts.model) or self.candidates(facts.model)
-        turn = self._turn
-        self._turn = turn + 1
-        chosen = self._policy.choose(candidates, facts, turn)
+        chooser = self._choosers.find(facts.model)
+        turn = chooser.turn
+        chooser.turn = turn + 1
+        chosen = chooser.policy.choose(candidates, facts, turn)
         if self.has_limits and not self._fits(chosen, facts.prompt_tokens):
             return self._acquire_with_care(facts, avoid, waiter, beside)
         self._count(chosen, facts)
@@ -166,9 +161,9 @@ class Dispatcher(Candidates):
             return
         facts = ticket.item.facts
         self._room.take(ticket)
-        if self._prefixes is not None:
-            self._turn += 1
-            self._prefixes.choose(self._policy, [member], with_adapter_loads(facts, [member]), self._turn)
+        chooser = self._choosers.find(facts.model)
+        if chooser.prefixes is not None:
+            chooser.choose([member], with_adapter_loads(facts, [member]))
         self.adapter_legs.begin(member, facts.model)
         self._count(member, facts)
         waiter.granted(member.instance)
@@ -190,12 +185,23 @@ class Dispatcher(Candidates):
         """Readiness, models, breakers, drains or members of this role have changed."""
         self._candidates.clear()
         self._named = None
+        self._limits.members_changed(self._members.values())
         self._guard()
         if self._room:
             self._room.refuse_where(
                 lambda item: None if self._could(item) else self._absent_for(item.facts, item.paired_with)
             )
             self._serve()
+
+    def model_settings_changed(self) -> None:
+        """The limits of models have changed: waiting legs may have room now."""
+        self._limits.settings_changed(self._members.values())
+        self.has_limits = self._limits.exist
+        self.changed()
+
+    def limits_of(self, member: Member) -> RoleLimits:
+        """Returns what a member may run at a time."""
+        return self._limits.of(member)
 
     def close(self) -> None:
         """Refuses all waiting legs and cancels all timers."""
@@ -229,13 +235,7 @@ class Dispatcher(Candidates):
         roomy = self._with_room(preferred, candidates, facts, kept)
         if not roomy:
             return None
-        turn = self._turn
-        self._turn = turn + 1
-        told = with_adapter_loads(facts, roomy)
-        if self._prefixes is None:
-            chosen = self._policy.choose(roomy, told, turn)
-        else:
-            chosen = self._prefixes.choose(self._policy, roomy, told, turn)
+        chosen = self._choosers.find(facts.model).choose(roomy, with_adapter_loads(facts, roomy))
         self.adapter_legs.begin(chosen, facts.model)
         self._count(chosen, facts)
         if chosen.breaker.state is not BreakerState.CLOSED:
@@ -270,13 +270,6 @@ class Dispatcher(Candidates):
         chosen.tokens += facts.prompt_tokens
         if self.load_changed is not None:
             self.load_changed(chosen)
-
-    def _fits(self, member: Member, tokens: int) -> bool:
-        """Returns whether a leg has room. Foreign legs alone leave room for one: engines may report legs that ended."""
-        if self._requests is not None and member.in_flight >= self._requests and member.known_in_flight:
-            return False
-        has_none = member.tokens == member.foreign_tokens
-        return self._tokens is None or has_none or member.tokens + tokens <= self._tokens
 
     def _has_trouble(self) -> bool:
         """Returns whether a breaker is not closed or adapters are served. A large fleet changes many times a second."""
@@ -361,7 +354,7 @@ class Dispatcher(Candidates):
         tokens = leg.facts.prompt_tokens
         roomy = [member for member in candidates if member not in kept and self._fits(member, tokens)]
         if not roomy:
-            return self._tokens is not None
+            return self._limits.count_tokens
         chosen = min(roomy, key=lambda member: member.in_flight)
         self._count(chosen, leg.facts)
         leg.is_offered = True
@@ -374,7 +367,7 @@ class Dispatcher(Candidates):
         Where only its tokens do not fit, that is the one that will have room first: nothing is given to it until then,
         so the turn comes, and meanwhile the others need not idle.
         """
-        if self._tokens is None:
+        if not self._limits.count_tokens:
             return False
         free = [member for member in preferred if member not in kept and self._fits(member, 1)]
         if len(free) > 1:

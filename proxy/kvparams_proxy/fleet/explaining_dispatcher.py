@@ -23,13 +23,15 @@ class ExplainingDispatcher(Dispatcher):
         near: Collection[str] = (),
     ) -> RouteExplanation:
         """Explains what `acquire` would return now. See `Fleet.explain`; `beside` only where it matters."""
-        candidates, turn = self.candidates_for(facts, beside, avoid), self._turn
+        candidates = self.candidates_for(facts, beside, avoid)
+        chooser = self._choosers.find(facts.model)
+        turn = chooser.turn
         preferred = self._preferred(candidates, avoid, facts.model, beside)
         those = self._near(preferred, candidates, near) if near and not self._room else []
         free = self._with_room(those, candidates, facts, ()) or self._with_room(preferred, candidates, facts, ())
         able = free or preferred
         if not (those or self._needs_care(facts, avoid, beside)):
-            tried = self._policy.choose(candidates, facts, turn)
+            tried = chooser.policy.choose(candidates, facts, turn)
             if not self.has_limits or self._fits(tried, facts.prompt_tokens):
                 able = [tried]
             else:
@@ -41,13 +43,20 @@ class ExplainingDispatcher(Dispatcher):
         }
         by_cache = None
         facts = with_adapter_loads(facts, candidates)
-        if self._prefixes is None:
-            chosen = self._policy.choose(able, facts, turn).instance
+        if chooser.prefixes is None:
+            chosen = chooser.policy.choose(able, facts, turn).instance
         else:
-            decision = self._prefixes.explain(self._policy, able, facts, turn).decision
-            by_cache = self._prefixes.explain(self._policy, candidates, facts, turn)._replace(decision=decision)
+            decision = chooser.prefixes.explain(chooser.policy, able, facts, turn).decision
+            by_cache = chooser.prefixes.explain(chooser.policy, candidates, facts, turn)._replace(decision=decision)
             chosen = decision.chosen
-        return RouteExplanation(chosen, candidates, by_cache, bool(self._room) or not free, excluded)
+        waits = not free or self._others_wait_for(candidates)
+        return RouteExplanation(chosen, candidates, by_cache, waits, excluded)
+
+    def _others_wait_for(self, candidates: Collection[Member]) -> bool:
+        """Returns whether some leg waits for one of these members."""
+        ours = set(candidates)
+        items = (head.item for head in self._room.lane_heads())
+        return any(not ours.isdisjoint(self._find_for(each.facts, each.paired_with, each.avoid)) for each in items)
 
     def _why_not(self, member: Member, facts: RequestFacts) -> str:
         if self.has_limits and not self._fits(member, facts.prompt_tokens):

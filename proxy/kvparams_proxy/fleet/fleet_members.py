@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from secrets import token_hex
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from kvparams.cost_model import FleetCostPrior
 from kvparams.dialects.interface import BootstrapInfo
@@ -12,11 +12,15 @@ from kvparams.engine_backlog import EngineBacklog
 from kvparams.instances import Instance, Role, SchedulingPolicy
 from kvparams.routing.admission import QueueLimits, RoleLimits
 from kvparams.routing.breaker import BreakerLimits
+from kvparams.routing.model_settings import SettingsByModel
 from kvparams.routing.pairing import PairKey, pair_key
-from kvparams_proxy.fleet.adapter_loads import record_adapters
+from kvparams_proxy.fleet.adapter_loads import base_model_of, record_adapters
 from kvparams_proxy.fleet.breakers import Breakers
 from kvparams_proxy.fleet.explaining_dispatcher import ExplainingDispatcher
 from kvparams_proxy.fleet.failure_attribution import FailureAttributor
+from kvparams_proxy.fleet.fleet_listeners import FleetListener, FleetSharing
+from kvparams_proxy.fleet.instance_limits import InstanceLimits
+from kvparams_proxy.fleet.leg_choosers import LegChoosers
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.retired_instances import RetiredInstances
 from kvparams_proxy.fleet.slow_start import CallLater
@@ -25,41 +29,9 @@ from kvparams_proxy.fleet.state_log import ChangeCause, EngineStateLog, Evidence
 if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
 
-__all__ = ["LAST_LEG_ENDED", "FleetListener", "FleetMembers", "FleetSharing"]
+__all__ = ["LAST_LEG_ENDED", "FleetMembers"]
 
 LAST_LEG_ENDED: Final = ChangeCause(Evidence.LAST_LEG, "its last leg has ended")
-
-
-class FleetListener(Protocol):
-    """Hears who comes and goes, from when it begins to listen."""
-
-    def joined(self, member: Member) -> None:
-        """Hears that a member has joined. It can be chosen once it is known to be ready."""
-        ...
-
-    def left(self, member: Member) -> None:
-        """Hears that a member has left and its last leg has ended: its resources may be closed."""
-        ...
-
-
-class FleetSharing(Protocol):
-    """Hears what other proxies in front of the same engines should know."""
-
-    def load_changed(self, member: Member) -> None:
-        """Hears that this proxy has more or fewer legs there."""
-        ...
-
-    def adapter_used(self, member: Member, adapter: str) -> None:
-        """Hears that a leg of this proxy has made a LoRA adapter the one that an engine used last."""
-        ...
-
-    def engine_failed(self, member: Member, *, connected: bool, why: str) -> None:
-        """Hears that a leg failed and its engine is to blame."""
-        ...
-
-    def engine_restarted(self, member: Member) -> None:
-        """Hears that a probe found another incarnation."""
-        ...
 
 
 class FleetMembers:
@@ -77,6 +49,8 @@ class FleetMembers:
         breaker: BreakerLimits | None = None,
         slow_start_s: float = 10.0,
         prefixes: "PrefixCacheModel | None" = None,
+        models: SettingsByModel | None = None,
+        model_policies: Mapping[Role, Mapping[str, SchedulingPolicy]] | None = None,
         needed: Iterable[Role] = (Role.PREFILL, Role.DECODE),
     ) -> None:
         """Takes the first instances for ready until a probe finds out otherwise.
@@ -89,7 +63,9 @@ class FleetMembers:
             queue: for each role that has limits, who may wait for room.
             breaker: when an instance that fails is left alone.
             slow_start_s: in how much time an instance that comes (back) gets its whole share; 0 is at once.
-            prefixes: what those have cached that compute prompts, where their policy looks at it.
+            prefixes: what those have cached that compute prompts, where a policy looks at it.
+            models: what is set for single models; the fleet tells it who is whose adapter.
+            model_policies: for each role how to choose for models with a policy of their own, by their entry.
             needed: the roles without which requests are refused, until `set_needed_roles`.
         """
         self.needed = frozenset(needed)
@@ -112,18 +88,24 @@ class FleetMembers:
         self.probe: Callable[[Member], None] = lambda member: None
         """Probes a member at once, where probes run."""
         self._listeners: list[FleetListener] = []
+        self._models = models or SettingsByModel()
+        self._models.base_model_of = lambda adapter: base_model_of(self._members.values(), adapter)
         self._add_first(instances)
         self._roles = {
             role: ExplainingDispatcher(
                 role,
-                policies[role],
+                LegChoosers(
+                    policies[role],
+                    prefixes if role in (Role.PREFILL, Role.AGGREGATED) else None,
+                    (model_policies or {}).get(role),
+                    self._models,
+                ),
                 self._members,
-                (limits or {}).get(role) or RoleLimits(),
+                InstanceLimits(role, (limits or {}).get(role) or RoleLimits(), self._models),
                 queue or QueueLimits(),
                 slow_start_s,
                 now,
                 call_later,
-                prefixes if role in (Role.PREFILL, Role.AGGREGATED) else None,
             )
             for role in Role
         }
@@ -226,6 +208,20 @@ class FleetMembers:
         """Hears that the proxy has started: instances that are ready by now need no slow start."""
         for dispatcher in self._roles.values():
             dispatcher.startup_complete()
+
+    @property
+    def model_settings(self) -> SettingsByModel:
+        """Returns what is set for single models."""
+        return self._models
+
+    def model_settings_changed(self) -> None:
+        """Hears that what is set for models has changed: their limits hold from now on."""
+        for dispatcher in self._roles.values():
+            dispatcher.model_settings_changed()
+
+    def limits_of(self, member: Member) -> RoleLimits:
+        """Returns what a member may run at a time, by the models that it serves."""
+        return self._roles[member.instance.role].limits_of(member)
 
     def close(self) -> None:
         """Refuses all waiting legs and cancels all timers. Running legs can still be released."""
@@ -383,6 +379,7 @@ class FleetMembers:
 
     def _dispatchers_changed(self, member: Member) -> None:
         """Tells the dispatchers that a member has changed; all of them where pairs matter."""
+        self._models.forget_adapters()
         before, self._paired = self._paired, len(self._pair_keys) > 1
         if before or self._paired:
             for dispatcher in self._roles.values():

@@ -9,6 +9,7 @@ from kvparams.dialects.interface import BootstrapInfo
 from kvparams.engine_backlog import EngineBacklog
 from kvparams.instances import Instance, RequestFacts
 from kvparams.routing.adapter_slots import AdapterSlots
+from kvparams.routing.admission import RoleLimits
 from kvparams.routing.breaker import Breaker, BreakerState
 from kvparams.routing.engine_metrics import MovedBytes
 
@@ -49,6 +50,7 @@ class Member:
         "has_left",
         "in_flight",
         "instance",
+        "limits",
         "models",
         "moved_bytes",
         "ready",
@@ -91,6 +93,8 @@ class Member:
         """The share of its KV cache that is used, as it said last; None where nobody asks, or it does not say."""
         self.moved_bytes: MovedBytes | None = None
         """The KV bytes that it has moved; None likewise."""
+        self.limits: RoleLimits | None = None
+        """Those of the models that it serves; None where they have none of their own."""
         self.draining = False
         self.has_left = False
         self.breaker = breaker

@@ -20,6 +20,8 @@ __all__ = [
     "InstanceDeletedAnswer",
     "InstancesAnswer",
     "ModeAnswer",
+    "ModelAnswer",
+    "ModelsAnswer",
     "ModesAnswer",
     "RequestAnswer",
     "RequestStateAnswer",
@@ -111,6 +113,9 @@ class InstanceAnswer(Answer):
     ]
     in_flight: Annotated[int, _is("requests that run there, of all workers and proxies that are known")]
     tokens: Annotated[int, _is("prompt tokens of these")]
+    max_requests: Annotated[
+        int | None, _is("the largest number of requests that run there, by the models that it serves; null: no limit")
+    ]
     leases: Annotated[int, _is("transfers whose KV it holds and that nobody has fetched yet")]
     models: Annotated[list[str] | None, _is("the models that it serves; null until it has said so")]
     loaded_adapters: Annotated[
@@ -160,12 +165,41 @@ class ModesAnswer(Answer):
     modes: list[ModeAnswer]
 
 
+class ModelAnswer(Answer):
+    """A model that engines serve, or for which something is set, and what holds for its requests."""
+
+    id: str
+    entry: Annotated[
+        str | None,
+        _is("the entry of `models` in the fleet file that holds: its own or its base model's; null: as for all models"),
+    ]
+    aliases: Annotated[list[str], _is("further names that clients may use")]
+    policy: str
+    modes: list[ModeAnswer]
+    max_requests: Annotated[
+        dict[Role, int | None],
+        _is(
+            "the largest number of requests on one of its engines; null: no limit. Where an engine serves several "
+            "models with an entry, the lowest holds"
+        ),
+    ]
+    instances: Annotated[list[str], _is("the ids of the instances that serve it now")]
+
+
+class ModelsAnswer(Answer):
+    """The models, each with what holds for it."""
+
+    object: Literal["models"] = "models"
+    data: list[ModelAnswer]
+
+
 class CandidateAnswer(Answer):
     """An engine that the request could go to. Estimates are null where the policy ignores what engines have cached."""
 
     id: str
     in_flight: Annotated[int, _is("requests that run there")]
     tokens_in_flight: Annotated[int, _is("prompt tokens of these")]
+    max_requests: Annotated[int | None, _is("the largest number of requests that run there; null: no limit")] = None
     cached: Annotated[int | None, _is("prompt tokens that it should have cached")] = None
     fetched: Annotated[int | None, _is("prompt tokens that it should fetch")] = None
     source: Annotated[str | None, _is("the engine from which it should fetch; null for a store, or nothing")] = None
@@ -185,7 +219,8 @@ class RouteAnswer(Answer):
     """The route that a request would take now, and the reasons."""
 
     object: Literal["route"] = "route"
-    policy: str
+    policy: Annotated[str, _is("the policy for this model")]
+    mode: Annotated[str | None, _is("the mode that coordinates this request")] = None
     role: Annotated[Role, _is("prefill where the request is split, or the role of the engine that does all of it")]
     tokens: Annotated[int, _is("tokens of the prompt; an estimate if `estimated` is true")]
     ids: Annotated[

@@ -38,7 +38,12 @@ from kvparams_proxy.server.admin_answers import (
     ModeAnswer,
     ModesAnswer,
 )
-from kvparams_proxy.server.admin_descriptions import describe_fleet, describe_instance, describe_request
+from kvparams_proxy.server.admin_descriptions import (
+    describe_fleet,
+    describe_instance,
+    describe_models,
+    describe_request,
+)
 from kvparams_proxy.server.admin_operations import ADMIN_OPERATIONS
 from kvparams_proxy.server.route_explanation import explain_route
 from kvparams_proxy.server.route_helpers import error_response
@@ -246,6 +251,10 @@ def _of_group(registry: Registry, request: Request) -> list[str]:
     return ids
 
 
+async def _models(registry: Registry, request: Request) -> Response:
+    return _answer(describe_models(request.state.resources, request.state.modes))
+
+
 async def _modes(registry: Registry, request: Request) -> Response:
     modes: ActiveModes = request.state.modes
     return _answer(ModesAnswer(modes=[ModeAnswer.model_validate(mode_document(mode)) for mode in modes.active]))
@@ -358,6 +367,7 @@ _ENDPOINTS: Final[Mapping[str, _Endpoint]] = {
     "drain_group": _drain_group,
     "undrain_group": _undrain_group,
     "remove_group": _remove_group,
+    "list_models": _models,
     "get_modes": _modes,
     "replace_modes": _switch,
     "get_request": _request,

@@ -4,12 +4,18 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Final
 
+from kvparams_proxy.config.mode_parsing import mode_document
+from kvparams_proxy.execution.active_modes import ActiveModes
+from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.server.admin_answers import (
     AdminRouteAnswer,
     FleetAnswer,
     InstanceAnswer,
+    ModeAnswer,
+    ModelAnswer,
+    ModelsAnswer,
     RequestAnswer,
     RequestStateAnswer,
     RoleAnswer,
@@ -18,7 +24,7 @@ from kvparams_proxy.server.admin_answers import (
 from kvparams_proxy.server.admin_operations import ADMIN_OPERATIONS
 from kvparams_proxy.telemetry.recent_requests import EndedRequest
 
-__all__ = ["describe_fleet", "describe_instance", "describe_request"]
+__all__ = ["describe_fleet", "describe_instance", "describe_models", "describe_request"]
 
 _WORD: Final = 200
 """Characters of what a client chooses, at most."""
@@ -68,11 +74,33 @@ def describe_instance(registry: Registry, member: Member, leases: Mapping[str, i
         breaker=member.breaker.state,
         in_flight=member.in_flight,
         tokens=member.tokens,
+        max_requests=registry.fleet.limits_of(member).requests,
         leases=leases.get(instance.id, 0),
         models=None if member.models is None else sorted(member.models),
         loaded_adapters=None if member.adapter_slots is None else member.adapter_slots.loaded,
         has_key=owned.spec.credentials.key is not None,
     )
+
+
+def describe_models(resources: ExecutionResources, modes: ActiveModes) -> ModelsAnswer:
+    """Returns what holds for each model that engines serve or that has an entry."""
+    settings, fleet = resources.settings, resources.fleet
+    entries = fleet.model_settings
+    answers: list[ModelAnswer] = []
+    for model in sorted({*fleet.models(), *entries.entries}):
+        found = entries.find(model).with_defaults(settings.for_all_models)
+        answers.append(
+            ModelAnswer(
+                id=model,
+                entry=entries.entry_name(model),
+                aliases=sorted(alias for alias, name in settings.model_aliases.items() if name == model),
+                policy=found.policy or settings.policy,
+                modes=[ModeAnswer.model_validate(mode_document(mode)) for mode in modes.active_for(model)],
+                max_requests={role: limits.requests for role, limits in found.limits.items()},
+                instances=[each.instance.id for each in fleet.members if model in (each.models or ())],
+            )
+        )
+    return ModelsAnswer(data=answers)
 
 
 def describe_request(request: EndedRequest) -> RequestAnswer:

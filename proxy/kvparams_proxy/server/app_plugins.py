@@ -1,6 +1,6 @@
 """Loads what the settings name before the app starts: plugins, keys, modes, and libraries that are optional."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from secrets import randbits
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -10,6 +10,7 @@ from kvparams.dialects.registry import load_tables_and_errors
 from kvparams.errors import PluginError
 from kvparams.instances import SchedulingPolicy
 from kvparams.routing.handoff_verifier import HandoffVerifier
+from kvparams.routing.model_settings import SettingsByModel
 from kvparams.signing.signer import Signer
 from kvparams_proxy.config.settings import Settings, known_dialects
 from kvparams_proxy.config.sharing import SharingSettings
@@ -28,6 +29,10 @@ class AppPlugins(NamedTuple):
     """Plugins that an app loads once, however often it starts."""
 
     policy: type[SchedulingPolicy]
+    model_policies: Mapping[str, type[SchedulingPolicy]]
+    """Of models that have a policy of their own, by their names."""
+    models: SettingsByModel
+    """What is in force for single models; changed with the fleet file."""
     dialects: Mapping[str, Dialect]
     handoff_verifier: HandoffVerifier
     keys: APIKeyAuthenticator | None
@@ -45,20 +50,28 @@ def load_app_plugins(settings: Settings) -> AppPlugins:
     Raises:
         PluginError, ValueError, APIKeysError, SigningKeyringError: see `create_app`.
     """
-    policy = cast("type[SchedulingPolicy]", plugins.load_plugin("policies", settings.policy))
+    policy = _load_policy(settings.policy)
+    own = {name: _load_policy(each.policy) for name, each in settings.models.items() if each.policy is not None}
+    models = SettingsByModel(settings.models)
     signing = None if settings.signing is None else ReloadingSigner(settings.signing)
     signer = None if signing is None else signing.signer
     return AppPlugins(
         policy=policy,
+        model_policies=own,
+        models=models,
         dialects=known_dialects(),
         handoff_verifier=HandoffVerifier(load_tables_and_errors()[0]),
         keys=None if settings.client_keys is None else APIKeyAuthenticator(settings.client_keys),
         signing=signing,
         signer=signer,
-        modes=ActiveModes(settings.modes, signer),
+        modes=ActiveModes(settings.modes, signer, models if settings.local_id is None else None),
         make_span_exporter=_span_exporter_factory(settings.trace),
-        make_prefix_cache=_prefix_cache_factory(policy, settings.sharing),
+        make_prefix_cache=_prefix_cache_factory((policy, *own.values()), settings.sharing),
     )
+
+
+def _load_policy(name: str) -> type[SchedulingPolicy]:
+    return cast("type[SchedulingPolicy]", plugins.load_plugin("policies", name))
 
 
 def _span_exporter_factory(ratio: float | None) -> Callable[[], "RequestSpanExporter | None"]:
@@ -74,10 +87,10 @@ def _span_exporter_factory(ratio: float | None) -> Callable[[], "RequestSpanExpo
 
 
 def _prefix_cache_factory(
-    policy: type[SchedulingPolicy], sharing: SharingSettings | None
+    policies: Iterable[type[SchedulingPolicy]], sharing: SharingSettings | None
 ) -> "Callable[[Callable[[], float]], PrefixCacheModel | None]":
-    """Returns what makes the model of caches. numpy is imported only where the policy looks at them."""
-    if not getattr(policy, "uses_prefixes", False):
+    """Returns what makes the model of caches. numpy is imported only where a policy looks at them."""
+    if not any(getattr(policy, "uses_prefixes", False) for policy in policies):
         return lambda now: None
     try:
         from kvparams_proxy.fleet.prefix_cache_model import SHARED_BLOCK_TOKENS, PrefixCacheModel

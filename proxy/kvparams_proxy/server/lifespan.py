@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from starlette.applications import Starlette
 
 from kvparams.instances import Instance, Role
-from kvparams.routing.policies.media_affinity import MediaAffinity
 from kvparams.routing.retries import RetryBudget
 from kvparams.version import __version__
+from kvparams_proxy.config.model_parsing import mark_of_models
 from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.coordination.exchange_gauges import ExchangeGauges
 from kvparams_proxy.coordination.fleet_sync import FleetSync
@@ -45,12 +45,14 @@ from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
 from kvparams_proxy.server.draining import DrainState
 from kvparams_proxy.server.lifespan_helpers import (
     id_maker,
+    make_fleet,
     open_decode_picker,
     open_event_consumer,
     reload_on_change,
     response_ids,
     role_alone,
     run_startup_check,
+    switch_models,
     switch_modes,
 )
 from kvparams_proxy.server.memory_trimmer import MemoryTrimmer
@@ -188,9 +190,15 @@ def _open_parts(
     clock = StallAwareClock(loop)
     stack.callback(clock.close)
     prefixes = plugins.make_prefix_cache(loop.time)
-    fleet = _make_fleet(loop, settings, plugins, prefixes)
+    fleet = make_fleet(loop, settings, plugins, prefixes)
     sync = _open_sync(stack, loop, settings, fleet, prefixes)
-    registry = Registry(fleet, settings.spec_rules, settings.local_id, partial(switch_modes, settings, plugins.modes))
+    registry = Registry(
+        fleet,
+        settings.spec_rules,
+        settings.local_id,
+        partial(switch_modes, settings, plugins.modes),
+        partial(switch_models, settings, plugins, fleet, sync),
+    )
     pools = UpstreamPools(partial(_make_upstream, reach, registry, settings.upstream_limits, clock))
     fleet.add_listener(pools)
     addresses = EngineAddresses()
@@ -239,25 +247,6 @@ def _open_parts(
     )
 
 
-def _make_fleet(
-    loop: asyncio.AbstractEventLoop, settings: Settings, plugins: AppPlugins, prefixes: "PrefixCacheModel | None"
-) -> Fleet:
-    """Makes the fleet, without instances: the registry adds them."""
-    fleet = Fleet(
-        (),
-        {**{role: plugins.policy() for role in Role}, Role.ENCODE: MediaAffinity()},
-        loop.time,
-        loop.call_later,
-        limits=settings.limits,
-        queue=settings.queue,
-        breaker=settings.breaker,
-        slow_start_s=settings.slow_start_s,
-        prefixes=prefixes,
-    )
-    plugins.modes.set_change_listener(fleet.set_needed_roles)
-    return fleet
-
-
 def _open_sync(
     stack: AsyncExitStack,
     loop: asyncio.AbstractEventLoop,
@@ -269,6 +258,7 @@ def _open_sync(
     if settings.sharing is None:
         return None
     sync = FleetSync(loop, fleet, prefixes, settings.sharing, {"version": __version__, "policy": settings.policy})
+    sync.describe_models(mark_of_models(settings.models))
     stack.push_async_callback(sync.close)
     return sync
 

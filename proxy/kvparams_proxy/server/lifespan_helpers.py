@@ -1,7 +1,7 @@
 """Small parts of the app's lifespan that open nothing themselves."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
 from secrets import token_hex
@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from kvparams.instances import Instance, Role
 from kvparams.routing.managers.mode_selector import ManagerMode
+from kvparams.routing.model_settings import ModelSettings, with_policies_of
+from kvparams.routing.policies.media_affinity import MediaAffinity
 from kvparams_proxy.checks.startup_check import StartupCheck
+from kvparams_proxy.config.model_parsing import mark_of_models
 from kvparams_proxy.config.settings import DEFAULT_MODES, Settings
 from kvparams_proxy.config.signing import ReloadingSigner
 from kvparams_proxy.coordination.fleet_sync import FleetSync
@@ -32,12 +35,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "id_maker",
+    "make_fleet",
     "open_decode_picker",
     "open_event_consumer",
     "reload_on_change",
     "response_ids",
     "role_alone",
     "run_startup_check",
+    "switch_models",
     "switch_modes",
 ]
 
@@ -45,10 +50,49 @@ _KEYS_S: Final = 1.0
 """How often files of keys are looked at."""
 
 
+def make_fleet(
+    loop: asyncio.AbstractEventLoop, settings: Settings, plugins: AppPlugins, prefixes: "PrefixCacheModel | None"
+) -> Fleet:
+    """Makes the fleet, without instances: the registry adds them."""
+    roles = [role for role in Role if role is not Role.ENCODE]
+    own = {role: {name: policy() for name, policy in plugins.model_policies.items()} for role in roles}
+    fleet = Fleet(
+        (),
+        {**{role: plugins.policy() for role in roles}, Role.ENCODE: MediaAffinity()},
+        loop.time,
+        loop.call_later,
+        limits=settings.limits,
+        queue=settings.queue,
+        breaker=settings.breaker,
+        slow_start_s=settings.slow_start_s,
+        prefixes=prefixes,
+        models=plugins.models,
+        model_policies=own,
+    )
+    plugins.modes.set_change_listener(fleet.set_needed_roles)
+    return fleet
+
+
 def switch_modes(settings: Settings, modes: ActiveModes, source: str, wanted: Sequence[ManagerMode]) -> None:
     """Replaces the modes by those of a source, unless a flag has fixed them at the start."""
     if not settings.modes_are_fixed:
         modes.replace(wanted or DEFAULT_MODES, source)
+
+
+def switch_models(
+    settings: Settings,
+    plugins: AppPlugins,
+    fleet: Fleet,
+    sync: FleetSync | None,
+    source: str,
+    wanted: Mapping[str, ModelSettings],
+) -> None:
+    """Replaces what holds for single models, except for their policies."""
+    plugins.models.replace(with_policies_of(wanted, settings.models))
+    plugins.modes.models_changed(source)
+    fleet.model_settings_changed()
+    if sync is not None:
+        sync.describe_models(mark_of_models(plugins.models.entries))
 
 
 def role_alone(endpoint: APIEndpoint, local: Instance | None) -> Role | None:

@@ -238,7 +238,7 @@ class RequestHandler:
         if inbound.was_stripped:
             resources.metrics.stripped["body"] += 1
         if resources.settings.model_aliases:
-            self._resolve_alias(inbound)
+            self.resolve_alias(inbound)
         self.check_model(inbound.facts.model)
         if inbound.previous_response is not None:
             self._restrict_to_state(inbound, inbound.previous_response)
@@ -266,7 +266,7 @@ class RequestHandler:
 
         resources.token_service.find(self._endpoint.kind, inbound, routed)
 
-    def _resolve_alias(self, inbound: ParsedRequest) -> None:
+    def resolve_alias(self, inbound: ParsedRequest) -> None:
         """Replaces a further name of a model by the one that engines know."""
         asked = inbound.facts.model
         model = None if asked is None else self._resources.settings.model_aliases.get(asked)

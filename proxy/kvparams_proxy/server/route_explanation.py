@@ -15,8 +15,10 @@ from kvparams.routing.managers.interface import DisaggregatedRequestManager
 from kvparams.routing.plan import AcquireInstance
 from kvparams.routing.request_lifecycle import RequestLifecycle
 from kvparams_proxy.errors import ProxyError
+from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.plan_context import PlanContext
 from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.requests.asgi_body import read_asgi_body
 from kvparams_proxy.requests.authentication import AuthenticatedClient, session_from_header, tenant_cache_salt
 from kvparams_proxy.requests.body import RequestBody
@@ -47,27 +49,32 @@ async def explain_route(request: Request) -> RouteAnswer:
         raise ProxyError(400, "invalid_request_error", f"path must be one of {known}", param="path")
     handler: RequestHandler = request.state.generate[path]
     inbound = await _inbound(resources, endpoint, request)
+    handler.resolve_alias(inbound)
     handler.check_model(inbound.facts.model)
     prompt = await _prompt(resources, endpoint, inbound)
     facts = inbound.facts
     if prompt is not None:
         facts = facts._replace(routing_ids=prompt.ids, prompt_tokens=prompt.tokens or facts.prompt_tokens)
         inbound.facts = facts
-    role, explained = _explain(resources, endpoint, inbound, handler.select_manager(inbound))
+    manager = handler.select_manager(inbound)
+    role, explained = _explain(resources, endpoint, inbound, manager)
+    policy = resources.fleet.model_settings.find(facts.model).policy or resources.settings.policy
+    modes: ActiveModes = request.state.modes
     by_client = facts.token_ids is not None or facts.routing_ids is not None
     source = prompt.source if prompt is not None else TokenIdSource.CLIENT if by_client else None
     by_cache, stats = explained.by_cache, None
-    if resources.prefix_cache is not None:
+    if resources.prefix_cache is not None and by_cache is not None:
         stats = resources.prefix_cache.prediction_stats
     return RouteAnswer(
-        policy=resources.settings.policy,
+        policy=policy,
+        mode=modes.name_of(manager, facts.model),
         role=role,
         tokens=facts.prompt_tokens if by_cache is None else by_cache.decision.prompt_tokens,
         ids=None if source is None else source.value,
         estimated=source in (None, TokenIdSource.BYTES),
         chosen=explained.chosen.id,
-        decision=_describe(explained, resources.settings.policy),
-        candidates=_candidates(explained),
+        decision=_describe(explained, policy),
+        candidates=_candidates(resources.fleet, explained),
         waits=explained.waits,
         notes=_notes(resources, role),
         accuracy=None if stats is None else stats.accuracy,
@@ -148,12 +155,13 @@ def _describe(explained: "RouteExplanation", policy: str) -> str:
     )
 
 
-def _candidates(explained: "RouteExplanation") -> list[CandidateAnswer]:
+def _candidates(fleet: Fleet, explained: "RouteExplanation") -> list[CandidateAnswer]:
     loads = [
         CandidateAnswer(
             id=member.instance.id,
             in_flight=member.in_flight,
             tokens_in_flight=member.tokens,
+            max_requests=fleet.limits_of(member).requests,
             excluded=explained.excluded.get(member.instance.id),
         )
         for member in explained.members

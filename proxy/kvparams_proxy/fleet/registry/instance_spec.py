@@ -119,6 +119,8 @@ class SpecRules:
     """What was read there."""
     folder: Path = Path()
     """Relative paths begin here."""
+    model_aliases: Mapping[str, str] | None = None
+    """Further names of models, if flags give them: the fleet file sets nothing for these names."""
     may_name_credentials: bool = True
     """Whether an entry may say where a key is. Not over the network: the key would be sent to a URL of its choice."""
 

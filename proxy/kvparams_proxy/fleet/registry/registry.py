@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Final
 
 from kvparams.routing.managers.mode_selector import ManagerMode
+from kvparams.routing.model_settings import ModelSettings
 from kvparams_proxy.fleet.fleet import Fleet
 from kvparams_proxy.fleet.registry.credentials import NO_CREDENTIALS, EngineCredentials
 from kvparams_proxy.fleet.registry.instance_spec import InstanceSpec, SpecRules
@@ -49,15 +50,17 @@ class Registry:
         rules: SpecRules,
         local: str | None = None,
         switch: Callable[[str, Sequence[ManagerMode]], None] = lambda source, modes: None,
+        switch_models: Callable[[str, Mapping[str, ModelSettings]], None] = lambda source, models: None,
     ) -> None:
         """Creates a registry for an empty `fleet` that nothing else changes.
 
         `local`: the id of the instance beside this proxy, if it is a sidecar. No other instance is taken for its role,
         so that all sidecars can follow one file of the whole fleet. `switch` hears of modes that a source wants from
-        now on; of none, that it does not mind.
+        now on; of none, that it does not mind. `switch_models` hears what it wants for single models.
         """
         self.fleet: Final = fleet
         self.switch_modes: Final = switch
+        self.switch_models: Final = switch_models
         self._local = local
         self.spec_rules = rules
         """How entries are read now; the fleet file may change them."""

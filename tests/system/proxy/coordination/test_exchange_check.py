@@ -24,9 +24,9 @@ def valkey(tmp_path: Path) -> Iterator[ValkeyServer]:
         yield server
 
 
-async def _findings(url: str, keys: Path, policy: str = "round_robin") -> list[CheckFinding]:
+async def _findings(url: str, keys: Path, policy: str = "round_robin", models: str = "") -> list[CheckFinding]:
     sharing = share_server(parse_share_url(url), keys)
-    return [finding async for finding in check_exchange(sharing, policy)]
+    return [finding async for finding in check_exchange(sharing, policy, models)]
 
 
 async def test_what_is_wrong_with_a_site_is_said(valkey: ValkeyServer, tmp_path: Path) -> None:
@@ -38,6 +38,9 @@ async def test_what_is_wrong_with_a_site_is_said(valkey: ValkeyServer, tmp_path:
         unlike, _ = await _findings(url, site.keys, "cache_aware")
         assert unlike.grade == "error"
         assert "--policy" in unlike.message
+        unlike, _ = await _findings(url, site.keys, models="mark")
+        assert unlike.grade == "error"
+        assert "`models`" in unlike.message
         other = tmp_path / "other.json"
         command = [str(Path(sys.executable).with_name("kvparams")), "signing-keys", "create", str(other)]
         await asyncio.to_thread(subprocess.run, command, check=True, capture_output=True)

@@ -96,6 +96,7 @@ async def test_every_route_answers_as_described(stub: StubEngines, proxy: Any) -
         ("POST", "/admin/explain-route", {"model": "stub", "prompt": "x"}),
         ("PUT", "/admin/modes", modes),
         ("GET", "/admin/modes", None),
+        ("GET", "/admin/models", None),
         ("GET", "/admin/requests/{id}", None),
     ]
     body: object = {"model": "stub", "prompt": "x", "max_tokens": 1}

@@ -527,6 +527,28 @@ def test_another_policy_is_told_to_the_operator(caplog: pytest.LogCaptureFixture
     assert "LeastLoad" in told[0].getMessage()
 
 
+def test_other_settings_for_models_are_told_once_they_have_lasted(caplog: pytest.LogCaptureFixture) -> None:
+    def told() -> int:
+        return sum("`models`" in record.getMessage() for record in caplog.records)
+
+    site = Site(2)
+    a, b = (each.shared for each in site.proxies)
+    for mark in ("1", "2"):  # a changed file reaches one proxy after the other
+        a.describe_models(mark)
+        site.after(3.0)
+        b.describe_models(mark)
+        site.after(3.0)
+    assert told() == 0
+    a.describe_models("")
+    site.after(10.0)
+    assert told() == 2  # once at each
+    b.describe_models("")
+    site.after(3.0)
+    b.describe_models("3")
+    site.after(10.0)
+    assert told() == 4
+
+
 def test_clocks_may_differ() -> None:
     site = Site(1)
     site.start(clock_offset_s=45.0)
