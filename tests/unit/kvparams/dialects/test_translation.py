@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -161,15 +162,16 @@ def test_what_the_dialect_needs_and_the_document_does_not_say_is_named() -> None
 
 def test_the_transfer_is_the_same_on_every_leg_where_nobody_names_it() -> None:
     """Spec-mandated, 1.0#15.3."""
-    for request_id in ("7f3c", "a/b", "x" * 256):
+    digests = {name: f"sha256-{sha256(name.encode()).hexdigest()[:32]}" for name in ("a/b", "x" * 129, "x" * 256)}
+    for request_id, expected in {"7f3c": "7f3c", "x" * 128: "x" * 128, **digests}.items():
         asked = DialectMessage(request_id, {"kv_transfer_params": {"do_remote_decode": True}})
         told = replace(message(), request_id=request_id)
-        ids = {
-            decode_message(NIXL_TABLE, asked, "prefill").transfer.id,
-            decode_message(NIXL_TABLE, told, "prefill_result").transfer.id,
-            decode_message(NIXL_TABLE, told, "decode").transfer.id,
-        }
-        assert len(ids) == 1
+        transfers = [
+            decode_message(NIXL_TABLE, asked, "prefill").transfer,
+            decode_message(NIXL_TABLE, told, "prefill_result").transfer,
+            decode_message(NIXL_TABLE, told, "decode").transfer,
+        ]
+        assert [(transfer.id, transfer.attempt) for transfer in transfers] == [(expected, 1)] * 3
 
 
 def test_block_ids_are_put_into_the_form_that_a_release_knows() -> None:
