@@ -81,6 +81,17 @@ def test_what_was_read_is_written_back_as_it_was(drawn: tuple[tuple[DialectTable
     keeps_what_it_reads(*drawn[0], drawn[1])
 
 
+def test_a_native_key_that_looks_like_a_place_is_kept_under_its_own_name() -> None:
+    """Spec-mandated, 1.0#15.2: keys with an at sign have another in front, so `@body` is what stands elsewhere."""
+    strange = {"@body": {"seed": 1}, "@headers": {"a": "b"}, "@@x": 1, "@": 2}
+    told = replace(message(), body={**message().body, "kv_transfer_params": {"do_remote_decode": True, **strange}})
+    params = decode_message(NIXL_TABLE, told, "prefill")
+    assert params.extensions is not None
+    kept = params.extensions[NIXL_TABLE.extension]
+    assert {name: kept[f"@{name}"] for name in strange} == strange
+    assert encode_message(NIXL_TABLE, params).body == told.body
+
+
 @settings(max_examples=25, suppress_health_check=SLOWNESS)
 @given(EVERYWHERE, st.data())
 def test_a_document_is_said_in_full_or_what_is_lost_is_named(
