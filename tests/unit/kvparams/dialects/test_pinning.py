@@ -165,7 +165,7 @@ def test_a_port_is_a_port(port: object) -> None:
     ],
 )
 def test_addresses_of_every_dialect_are_looked_for_at_any_depth(said: dict[str, Any]) -> None:
-    """A decode engine may have several connectors, and all of them read the same object."""
+    """Spec-mandated, 1.0#12.6: a decode engine may have several connectors, and all of them read the same object."""
     assert refusal(ANSWER | said).reason == "address"
     PINS.verify(ENGINE, ANSWER | said | dict.fromkeys(said))
 
