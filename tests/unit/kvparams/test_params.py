@@ -140,6 +140,24 @@ def test_lists_and_text_are_bounded(members: dict[str, object], fits: bool) -> N
     assert kinds(caught.value) <= {"too_long", "string_too_long", "length"}
 
 
+@pytest.mark.parametrize(
+    ("members", "path"),
+    [
+        ({"load_keys": [5] * (MAX_KEYS + 1)}, ("load_keys",)),
+        ({"store_keys": [""] * (MAX_KEYS + 1)}, ("store_keys",)),
+        ({"must_understand": ["unknown"] * 65}, ("must_understand",)),
+        ({"extensions": {f"wrong-{number}": 5 for number in range(65)}}, ("extensions",)),
+        ({"prefix": {"count": 1, "ids": [-1] * (MAX_TOKENS + 1)}}, ("prefix", "ids")),
+    ],
+    ids=["load_keys", "store_keys", "must_understand", "extensions", "ids"],
+)
+def test_of_what_is_larger_than_its_bound_nothing_is_judged(members: dict[str, object], path: tuple[str, ...]) -> None:
+    """Spec-mandated, 1.0#12.4, 1.0#7.1: each entry is wrong, and none is looked at."""
+    with pytest.raises(InvalidParams) as caught:
+        parse({**REQUIRED, **members})
+    assert [(problem.path, problem.kind) for problem in caught.value.problems] == [(path, "length")]
+
+
 SIGNATURE = {
     "alg": "hmac-sha256",
     "kid": "k",
