@@ -197,6 +197,11 @@ def test_text_that_is_too_long_is_that_alone_whatever_is_in_it(member: str, limi
         assert [(problem.path, problem.kind) for problem in caught.value.problems] == [(path, kind)]
 
 
+def test_the_bounds_are_those_of_the_spec() -> None:
+    """Spec-mandated, 1.0#3.4, 1.0#5.6, 1.0#8.1, 1.0#12.4: the tests above take them from the code."""
+    assert (MAX_KEYS, MAX_ITEMS, MAX_TEXT, MAX_TOKENS) == (65_536, 65_536, 1_048_576, 2_097_152)
+
+
 def test_known_paths_name_every_member() -> None:
     assert {"version", "transfer", "transfer.attempt", "prefix.digest", "usage.saved_bytes"} <= KNOWN_PATHS
     assert "extensions.com.example" not in KNOWN_PATHS

@@ -192,6 +192,11 @@ def test_an_event_of_too_many_members_is_left_out() -> None:
     assert kinds(batch) == [((1, 0), "length"), ((1, 1), "length")]
 
 
+def test_the_bounds_are_those_of_the_spec() -> None:
+    """Spec-mandated, 1.0#14.10: the tests above take them from the code."""
+    assert (MAX_EVENTS, MAX_TOKENS, MAX_RANK) == (65_536, 2_097_152, 65_535)
+
+
 def test_hashes_of_several_widths_are_a_conflict() -> None:
     """Spec-mandated, 1.0#14.3: of 1 to 64 bytes each is kept as it is."""
     for hashes in ([b"a", b"bc"], [1, b"c" * 32]):
