@@ -1,4 +1,4 @@
-"""Says which tests show which numbered requirement of spec.md.
+"""Defines which tests show which numbered requirement of spec.md.
 
 A test names a requirement in its docstring, a vector in `requirements`. For tests elsewhere, `SHOWN` names them.
 """

@@ -1,4 +1,4 @@
-"""Breaks one requirement at a time in a copy of the repository, and runs the tests that name it there.
+"""Runs the tests that name a requirement in a copy of the repository in which the requirement is broken.
 
 A mutant stands in a file of `mutants/`, one for each section of spec.md. The tests follow from the binding
 (`tests.support.kvparams.requirement_binding`), so a mutant that survives means that no test which names a requirement
