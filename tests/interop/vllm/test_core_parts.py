@@ -131,6 +131,7 @@ def test_kv_that_another_connector_moves_makes_an_ordinary_request() -> None:
     ],
 )
 def test_what_is_in_doubt_switches_the_store_off(change: dict[str, Any], more: dict[str, Any], words: str) -> None:
+    """Spec-mandated, 1.0#12.3: another salt than the document's shares nothing, nor does one where it says null."""
     handoff = _read({**_DOCUMENT, **change}, **more)
     assert handoff.params is None
     assert handoff.shared_params is None

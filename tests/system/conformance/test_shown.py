@@ -27,6 +27,7 @@ def failing(ours: str, run: str, *checks: str) -> list[str]:
 
 
 def test_another_try_has_another_transfer_the_next_attempt_and_the_same_request_id(ours: str) -> None:
+    """Spec-mandated, 1.0#3.15, too: no two tries have one transfer."""
     assert failing(ours, "store", "3.7", "3.15", "4.3") == []
 
 

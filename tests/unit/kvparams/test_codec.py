@@ -156,6 +156,17 @@ def test_json_text_is_compact_utf_8() -> None:
     )
 
 
+@pytest.mark.parametrize("twice", ['"last":1,"last":2', '"phase":"prefill"', '"last":{"a":[],"a":1}'])
+@pytest.mark.parametrize("length", [1, 100_000])
+def test_a_name_that_stands_twice_is_found_in_text_of_any_length(length: int, twice: str) -> None:
+    """Spec-mandated, 1.0#3.1; the control has it once."""
+    text = json.dumps({**REQUIRED, "filling": ["y" * length, {}]})[:-1]
+    assert parse(f'{text},"last":1}}').phase == REQUIRED["phase"]
+    with pytest.raises(InvalidParams) as caught:
+        parse(f"{text},{twice}}}")
+    assert [(problem.path, problem.kind) for problem in caught.value.problems] == [((), "json")]
+
+
 def test_a_message_never_repeats_a_value_of_the_document() -> None:
     """Spec-mandated, 1.0#7.4: salts and keys are secrets."""
     secret = "s3cr3t" * 50

@@ -132,6 +132,7 @@ def test_a_request_that_carries_the_trio_is_named_by_its_reader() -> None:
 
 
 def test_a_trio_without_a_name_is_refused() -> None:
+    """Spec-mandated, 1.0#9.4: its reader makes no id up."""
     with pytest.raises(InvalidParams) as caught:
         read_request({"kvcache_load_keys": ["k"]})
     assert [(problem.path, problem.kind) for problem in caught.value.problems] == [(("request_id",), "missing")]

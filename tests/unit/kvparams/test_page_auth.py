@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
+from kvparams import pages
 from kvparams.keys import Geometry, KVShard, Namespace, chain_pages
 from kvparams.page_auth import PAGE_AUTH_METHODS, PageAuthError, PageAuthKeys, PageAuthMethod, TenantPageAuthKeys
 from kvparams.pages import (
@@ -89,6 +90,21 @@ def test_a_forged_payload_under_checksums_that_fit_is_refused_as_forged(method: 
         page[HEADER_BYTES + bit // 8] ^= 1 << bit % 8
         assert reason(page, by) == "flipped_payload"
         assert reason(checked(page), by) == expected
+
+
+@pytest.mark.parametrize("method", PAGE_AUTH_METHODS)
+def test_tags_are_compared_in_constant_time(method: PageAuthMethod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spec-mandated, 1.0#11.6: `hmac.compare_digest` decides, whatever it is told to say."""
+    page = sealed(keys(method=method))
+    compared: list[tuple[bytes, bytes]] = []
+
+    def differ(one: bytes, other: bytes) -> bool:
+        compared.append((one, other))
+        return False
+
+    monkeypatch.setattr(pages, "compare_digest", differ)
+    assert reason(page, keys(method=method)) == "forged"
+    assert compared == [(page[152:168], page[152:168])]
 
 
 @given(st.integers(0, 2**256 - 1), st.integers(0, 2**128 - 1), st.sampled_from(list(PAGE_AUTH_METHODS.values())))

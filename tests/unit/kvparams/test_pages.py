@@ -65,11 +65,12 @@ def test_a_checksum_that_the_writer_has_computed_already_is_taken_and_a_wrong_on
 
 
 def test_the_header_is_what_the_documentation_says_byte_by_byte() -> None:
-    """Spec-mandated."""
-    page = sealed()
+    """Spec-mandated, 1.0#11.1: of a part whose layers are not numbered as its heads are."""
+    identity = replace(IDENTITY, shard=KVShard(0, 2, 1, 2), payload_bytes=8 * 2 * 1 * 8 * 2)
+    page = sealed(identity)
     assert page[:16] == b"KVPG" + bytes([1, 0, 0, 1, 0, 0, 0, 0, 8, 0, 0, 0])
-    assert [int.from_bytes(page[at : at + 4], "little") for at in range(16, 32, 4)] == [0, 2, 0, 2]
-    assert int.from_bytes(page[32:40], "little") == IDENTITY.payload_bytes == 8 * 2 * 2 * 8 * 2
+    assert [int.from_bytes(page[at : at + 4], "little") for at in range(16, 32, 4)] == [0, 2, 1, 2]
+    assert int.from_bytes(page[32:40], "little") == SPACE.payload_bytes(8, KVShard(0, 2, 1, 2)) == 8 * 2 * 1 * 8 * 2
     assert int.from_bytes(page[40:48], "little") == xxh3_64_intdigest(bytes(page[256:]))
     assert page[48:80] == SPACE.digest
     assert page[80:112] == IDENTITY.chain
@@ -111,6 +112,7 @@ def test_two_writings_mixed_in_one_page_are_refused(at: int) -> None:
 
 
 def test_the_page_of_another_request_is_refused_by_what_differs() -> None:
+    """Spec-mandated, 1.0#11.3."""
     pages = chain_pages(SPACE, list(range(11)))
     other = page_identity(SPACE, chain_pages(SPACE, [9] * 8)[0], PART)
     partial = page_identity(SPACE, pages[1], PART)

@@ -4,13 +4,24 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from kvparams import PROTOCOL_VERSION, Endpoint, KVTransferParams, TokenPrefix, Transfer, Usage, dump, parse
+from kvparams import (
+    PROTOCOL_VERSION,
+    Endpoint,
+    InvalidParams,
+    KVTransferParams,
+    TokenPrefix,
+    Transfer,
+    Usage,
+    dump,
+    parse,
+)
 from kvparams.field_types import MAX_ITEMS, MAX_KEYS, MAX_TEXT
 from kvparams.params import KNOWN_PATHS
 from kvparams.tokens import MAX_TOKENS, pack, token_digest, unpack
@@ -127,6 +138,68 @@ def test_lists_and_text_are_bounded(members: dict[str, object], fits: bool) -> N
     with pytest.raises(ValidationError) as caught:
         made(**members)
     assert kinds(caught.value) <= {"too_long", "string_too_long", "length"}
+
+
+@pytest.mark.parametrize(
+    ("members", "path"),
+    [
+        ({"load_keys": [5] * (MAX_KEYS + 1)}, ("load_keys",)),
+        ({"store_keys": [""] * (MAX_KEYS + 1)}, ("store_keys",)),
+        ({"must_understand": ["unknown"] * 65}, ("must_understand",)),
+        ({"extensions": {f"wrong-{number}": 5 for number in range(65)}}, ("extensions",)),
+        ({"prefix": {"count": 1, "ids": [-1] * (MAX_TOKENS + 1)}}, ("prefix", "ids")),
+    ],
+    ids=["load_keys", "store_keys", "must_understand", "extensions", "ids"],
+)
+def test_of_what_is_larger_than_its_bound_nothing_is_judged(members: dict[str, object], path: tuple[str, ...]) -> None:
+    """Spec-mandated, 1.0#12.4, 1.0#7.1: each entry is wrong, and none is looked at."""
+    with pytest.raises(InvalidParams) as caught:
+        parse({**REQUIRED, **members})
+    assert [(problem.path, problem.kind) for problem in caught.value.problems] == [(path, "length")]
+
+
+SIGNATURE = {
+    "alg": "hmac-sha256",
+    "kid": "k",
+    "aud": "a",
+    "iat": 1,
+    "exp": 2,
+    "nonce": "n",
+    "native": f"sha256:{'0' * 64}",
+    "value": "v",
+}
+
+
+@pytest.mark.parametrize(
+    ("member", "limit"),
+    [
+        ("request_id", 256),
+        ("transfer.id", 128),
+        ("producer.id", 256),
+        ("producer.incarnation", 128),
+        ("consumer.address", 262),
+        ("signature.alg", 64),
+        ("signature.kid", 128),
+        ("signature.aud", 256),
+        ("signature.nonce", 128),
+        ("signature.value", 1024),
+    ],
+)
+def test_text_that_is_too_long_is_that_alone_whatever_is_in_it(member: str, limit: int) -> None:
+    """Spec-mandated, 1.0#7.5: of every member with a form and a bound; the control has the form's fault alone."""
+    path = tuple(member.split("."))
+    parts = {"transfer": REQUIRED["transfer"], "producer": {"id": "p"}, "consumer": {"id": "c"}, "signature": SIGNATURE}
+    for length, kind in ((limit + 1, "length"), (limit, "value")):
+        text = " " * length
+        changed = {path[0]: text if len(path) == 1 else {**cast("dict[str, object]", parts[path[0]]), path[1]: text}}
+        with pytest.raises(InvalidParams) as caught:
+            parse({**REQUIRED, **changed})
+        assert [(problem.path, problem.kind) for problem in caught.value.problems] == [(path, kind)]
+
+
+def test_the_bounds_are_those_of_the_spec() -> None:
+    """Spec-mandated, 1.0#3.4, 1.0#5.6, 1.0#8.1, 1.0#12.4: the tests above take them from the code."""
+    assert (MAX_KEYS, MAX_ITEMS, MAX_TEXT, MAX_TOKENS) == (65_536, 65_536, 1_048_576, 2_097_152)
 
 
 def test_known_paths_name_every_member() -> None:

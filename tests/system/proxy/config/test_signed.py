@@ -70,7 +70,7 @@ async def test_both_legs_are_signed_and_believed_once(scripted: Any, proxy: Any,
 
 @pytest.mark.parametrize(("dialect", "path"), [("nixl", b"/v1/completions"), ("store-drop", b"/v1/kvparams")])
 async def test_a_release_is_signed_too(scripted: Any, proxy: Any, keys: Path, dialect: str, path: bytes) -> None:
-    """Decode refuses, so KV is given back."""
+    """Spec-mandated, 1.0#13.12: decode refuses, so KV is given back."""
     refused = asyncio.Event()
 
     async def refuse(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

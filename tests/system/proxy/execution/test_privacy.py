@@ -201,7 +201,11 @@ def test_members_that_say_where_engines_are_go_and_no_others(member: dict[str, A
 
 
 def test_members_of_choices_go_too() -> None:
-    choices = [{"index": 0, "text": f"I am {HOST}", **TRT}, {**TRT, "index": 1, "text": '"disaggregated_params": 1'}]
+    """Spec-mandated, 1.0#12.2: TensorRT-LLM has its own there."""
+    choices = [
+        {"index": 0, "text": f"I am {HOST}", **TRT, **KV},
+        {**TRT, "index": 1, "text": '"disaggregated_params": 1'},
+    ]
     got = changed(GOOD | {"choices": choices} | KV)
     assert got == GOOD | {
         "kv_transfer_params": None,

@@ -111,6 +111,7 @@ def test_what_is_lost_is_replayed_and_what_came_meanwhile_follows() -> None:
 
 
 def test_what_no_replay_brings_clears_what_was_said() -> None:
+    """Spec-mandated, 1.0#14.14."""
     for replays in (True, False):
         heard = Heard(replays=replays)
         heard.say()
@@ -149,6 +150,7 @@ def test_what_waits_for_a_replay_is_limited_in_bytes_and_not_only_in_number(fiel
 
 
 def test_a_publisher_that_was_started_anew_is_another_one() -> None:
+    """Spec-mandated, 1.0#14.13: what the one before has said is forgotten."""
     heard = Heard()
     for _ in range(3):
         heard.say()

@@ -36,6 +36,7 @@ ANSWER: dict[str, Any] = {
     "remote_blocks_expiry_time": None,
 }
 METADATA = "169.254.169.254"
+REACHED = ("10.0.0.7",)
 
 
 def refusal(said: dict[str, Any], engine: Instance = ENGINE, reached: tuple[str, ...] = ()) -> HandoffRefused:
@@ -165,7 +166,7 @@ def test_a_port_is_a_port(port: object) -> None:
     ],
 )
 def test_addresses_of_every_dialect_are_looked_for_at_any_depth(said: dict[str, Any]) -> None:
-    """A decode engine may have several connectors, and all of them read the same object."""
+    """Spec-mandated, 1.0#12.6: a decode engine may have several connectors, and all of them read the same object."""
     assert refusal(ANSWER | said).reason == "address"
     PINS.verify(ENGINE, ANSWER | said | dict.fromkeys(said))
 
@@ -199,8 +200,14 @@ def test_what_is_no_address_is_let_through_as_it_came() -> None:
     ],
 )
 def test_values_out_of_bounds_are_refused(said: dict[str, Any]) -> None:
-    """Spec-mandated, 1.0#12.7. A tensor-parallel size of a billion makes a decode engine build as long a list."""
+    """Spec-mandated, 1.0#12.7. A tensor-parallel size of a billion makes a decode engine build as long a list.
+
+    So they are by an engine whose answers were good before, of which only the block ids differ.
+    """
     assert refusal(ANSWER | said).reason == "value"
+    for block in range(3):
+        PINS.verify(ENGINE, ANSWER | {"remote_block_ids": [[block]]}, REACHED)
+    assert refusal(ANSWER | said, reached=REACHED).reason == "value"
 
 
 def test_block_ids_are_of_whichever_form_some_release_has() -> None:

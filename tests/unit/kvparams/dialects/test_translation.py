@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -78,6 +79,17 @@ def says_or_names(table: DialectTable, params_leg: LegCode, draw: st.DataObject)
 def test_what_was_read_is_written_back_as_it_was(drawn: tuple[tuple[DialectTable, LegCode], DialectMessage]) -> None:
     """Spec-mandated, 1.0#15.1 and 1.0#15.2."""
     keeps_what_it_reads(*drawn[0], drawn[1])
+
+
+def test_a_native_key_that_looks_like_a_place_is_kept_under_its_own_name() -> None:
+    """Spec-mandated, 1.0#15.2: keys with an at sign have another in front, so `@body` is what stands elsewhere."""
+    strange = {"@body": {"seed": 1}, "@headers": {"a": "b"}, "@@x": 1, "@": 2}
+    told = replace(message(), body={**message().body, "kv_transfer_params": {"do_remote_decode": True, **strange}})
+    params = decode_message(NIXL_TABLE, told, "prefill")
+    assert params.extensions is not None
+    kept = params.extensions[NIXL_TABLE.extension]
+    assert {name: kept[f"@{name}"] for name in strange} == strange
+    assert encode_message(NIXL_TABLE, params).body == told.body
 
 
 @settings(max_examples=25, suppress_health_check=SLOWNESS)
@@ -161,15 +173,16 @@ def test_what_the_dialect_needs_and_the_document_does_not_say_is_named() -> None
 
 def test_the_transfer_is_the_same_on_every_leg_where_nobody_names_it() -> None:
     """Spec-mandated, 1.0#15.3."""
-    for request_id in ("7f3c", "a/b", "x" * 256):
+    digests = {name: f"sha256-{sha256(name.encode()).hexdigest()[:32]}" for name in ("a/b", "x" * 129, "x" * 256)}
+    for request_id, expected in {"7f3c": "7f3c", "x" * 128: "x" * 128, **digests}.items():
         asked = DialectMessage(request_id, {"kv_transfer_params": {"do_remote_decode": True}})
         told = replace(message(), request_id=request_id)
-        ids = {
-            decode_message(NIXL_TABLE, asked, "prefill").transfer.id,
-            decode_message(NIXL_TABLE, told, "prefill_result").transfer.id,
-            decode_message(NIXL_TABLE, told, "decode").transfer.id,
-        }
-        assert len(ids) == 1
+        transfers = [
+            decode_message(NIXL_TABLE, asked, "prefill").transfer,
+            decode_message(NIXL_TABLE, told, "prefill_result").transfer,
+            decode_message(NIXL_TABLE, told, "decode").transfer,
+        ]
+        assert [(transfer.id, transfer.attempt) for transfer in transfers] == [(expected, 1)] * 3
 
 
 def test_block_ids_are_put_into_the_form_that_a_release_knows() -> None:

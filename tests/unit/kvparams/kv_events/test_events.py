@@ -185,10 +185,28 @@ def test_the_first_problems_are_described_and_all_are_counted() -> None:
 
 def test_an_event_of_too_many_members_is_left_out() -> None:
     """Spec-mandated, 1.0#14.10: an event that is read as it should be may have as many as it likes."""
-    crowd = {str(number): 0 for number in range(257)}
-    batch = decode_msgpack(packed({"type": "Later"} | crowd, ["Later", *crowd], stored() | crowd), SOURCE)
-    assert len(batch.events) == 1
+    fits, crowd = ({str(number): 0 for number in range(count)} for count in (255, 256))
+    many = {"type": "Later"} | crowd, ["Later", *crowd], stored() | crowd
+    batch = decode_msgpack(packed(*many, {"type": "Later"} | fits, ["Later", *fits]), SOURCE)
+    assert (len(batch.events), batch.unknown) == (1, 2)
     assert kinds(batch) == [((1, 0), "length"), ((1, 1), "length")]
+
+
+def test_the_bounds_are_those_of_the_spec() -> None:
+    """Spec-mandated, 1.0#14.10: the tests above take them from the code."""
+    assert (MAX_EVENTS, MAX_TOKENS, MAX_RANK) == (65_536, 2_097_152, 65_535)
+
+
+def test_hashes_of_several_widths_are_a_conflict() -> None:
+    """Spec-mandated, 1.0#14.3: of 1 to 64 bytes each is kept as it is."""
+    for hashes in ([b"a", b"bc"], [1, b"c" * 32]):
+        batch = decode_msgpack(packed(stored(block_hashes=hashes, token_ids=[1, 2])), SOURCE)
+        assert (batch.events, kinds(batch)) == ((), [((1, 0, "block_hashes"), "conflict")])
+    batch = decode_msgpack(packed(stored(parent_block_hash=b"c" * 9)), SOURCE)
+    assert kinds(batch) == [((1, 0, "parent_block_hash"), "conflict")]
+    kept = [b"a", b"b" * 20, b"c" * 64]
+    batch = decode_msgpack(packed(*(stored(block_hashes=[one]) for one in kept)), SOURCE)
+    assert [event.hashes for event in batch.events if isinstance(event, BlockStored)] == kept
 
 
 @pytest.mark.slow
