@@ -88,6 +88,10 @@ class Program:
         """Returns the exit status of a program that has ended."""
         return None if self._process is None else self._process.returncode
 
+    async def wait(self) -> int | None:
+        """Waits until the program has ended, and returns its exit status."""
+        return None if self._process is None else await self._process.wait()
+
     async def stop(self) -> None:
         """Ends the program and all its descendants, by force after a few seconds."""
         process = self._process

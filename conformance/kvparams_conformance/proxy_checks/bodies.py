@@ -5,8 +5,9 @@ from typing import Any, Final
 from kvparams_conformance.checks import Checks, expect
 from kvparams_conformance.conversation import SeenLeg
 from kvparams_conformance.proxy_checks.helpers import (
-    ALL,
+    AGGREGATED,
     BOOTSTRAP,
+    EVERY,
     NIXL,
     STORE,
     WITH_RESULT,
@@ -100,7 +101,7 @@ async def check_prefill_bytes(trial: Trial) -> None:
     "values",
     sends="a body with large integers, fractions and unknown members",
     expects="both legs have the same values",
-    profiles=(NIXL, BOOTSTRAP),
+    profiles=(NIXL, BOOTSTRAP, AGGREGATED),
 )
 async def check_values(trial: Trial) -> None:
     """Compares values, however they are written."""
@@ -118,7 +119,7 @@ async def check_values(trial: Trial) -> None:
     "unknown-members",
     sends="a body with a member that the proxy does not know",
     expects="both legs have it",
-    profiles=(NIXL, BOOTSTRAP),
+    profiles=(NIXL, BOOTSTRAP, AGGREGATED),
     choice=True,
 )
 async def check_unknown_members(trial: Trial) -> None:
@@ -215,7 +216,7 @@ async def check_stream_options(trial: Trial) -> None:
     "null-ids",
     sends="`prompt_token_ids` null and `kv_transfer_params` null",
     expects="they count as absent: the request is answered",
-    profiles=ALL,
+    profiles=EVERY,
 )
 async def check_null_members(trial: Trial) -> None:
     """Sends nulls where a client may have them."""

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from kvparams_conformance.checks import expect
 from kvparams_conformance.conversation import shorten
@@ -35,5 +35,5 @@ def expect_problems(answer: dict[str, Any], wanted: Iterable[dict[str, Any]], ca
 
 def _problem(problem: Any) -> str:
     """Returns path and kind of a problem, as text that can be compared."""
-    found = problem if isinstance(problem, dict) else {}
-    return json.dumps([found.get("path"), found.get("kind")])  # pyright: ignore[reportUnknownMemberType]
+    found = cast("dict[str, Any]", problem) if isinstance(problem, dict) else {}
+    return json.dumps([found.get("path"), found.get("kind")])

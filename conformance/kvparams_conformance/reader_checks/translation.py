@@ -1,7 +1,8 @@
 """Checks of translators: messages of each dialect become documents, and documents messages, as the vectors say."""
 
+from collections.abc import Mapping
 from hashlib import sha256
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from kvparams_conformance.checks import Checks, expect
 from kvparams_conformance.reader_checks.judging import expect_answer, expect_problems, read_vectors
@@ -43,9 +44,9 @@ for _path in sorted((vectors_folder() / "dialects").glob("*.json")):
     _add_vectors(_path.stem)
 
 
-def _message(request_id: str = "7f3c", **native: Any) -> dict[str, Any]:
+def _message(native: Mapping[str, object] | None = None, request_id: str = "7f3c") -> dict[str, Any]:
     """Returns a prefill leg for vLLM's NixlConnector with further native keys."""
-    return {"request_id": request_id, "body": {"kv_transfer_params": {"do_remote_decode": True, **native}}}
+    return {"request_id": request_id, "body": {"kv_transfer_params": {"do_remote_decode": True, **(native or {})}}}
 
 
 def _document(request_id: str = "7f3c", transfer_id: str = "7f3c", **members: Any) -> dict[str, Any]:
@@ -57,10 +58,10 @@ def _document(request_id: str = "7f3c", transfer_id: str = "7f3c", **members: An
 async def _expect_kept(trial: ReaderTrial, native: dict[str, Any]) -> None:
     """Checks that native keys become an extension of the document, and come back as they were."""
     document = _document(extensions={_NIXL: native})
-    answer = await trial.ask("read", dialect="nixl", phase="prefill", message=_message(**native))
+    answer = await trial.ask("read", dialect="nixl", phase="prefill", message=_message(native))
     expect_answer(answer, "document", document, "read")
     answer = await trial.ask("write", dialect="nixl", document=document)
-    expect_answer(answer, "message", _message(**native), "written")
+    expect_answer(answer, "message", _message(native), "written")
 
 
 @_add("2.2", "native-keys", "a message with native keys that no table has", "each comes back as it was")
@@ -88,7 +89,7 @@ async def check_unknown(trial: ReaderTrial) -> None:
     """Sends members of a later table, deep inside."""
     native = {"later": {"a": {"b": [{"c": {"d": "e"}}]}}}
     answer = await trial.ask("write", dialect="nixl", document=_document(extensions={_NIXL: native}))
-    expect_answer(answer, "message", _message(**native), "written")
+    expect_answer(answer, "message", _message(native), "written")
 
 
 @_add(
@@ -99,7 +100,7 @@ async def check_unknown(trial: ReaderTrial) -> None:
 )
 async def check_places(trial: ReaderTrial) -> None:
     """Sends keys whose names the extension uses itself."""
-    message = _message(**{"@body": 1, "@@x": 2})
+    message = _message({"@body": 1, "@@x": 2})
     message["body"]["cache_tier"] = {"a": 1}
     message["headers"] = {"x-later": "7"}
     kept = {"@@body": 1, "@@@x": 2, "@body": {"cache_tier": {"a": 1}}, "@headers": {"x-later": "7"}}
@@ -121,10 +122,10 @@ async def check_request_ids(trial: ReaderTrial) -> None:
     for request_id in ("7f3c", "a~b._-9", "x" * 128, "x" * 129, "a/b", "cmpl:7", "#"):
         plain = len(request_id) <= 128 and all(one.isalnum() or one in "._~-" for one in request_id)
         transfer = request_id if plain else f"sha256-{sha256(request_id.encode()).hexdigest()[:32]}"
-        answer = await trial.ask("read", dialect="nixl", phase="prefill", message=_message(request_id))
+        answer = await trial.ask("read", dialect="nixl", phase="prefill", message=_message(request_id=request_id))
         expect_answer(answer, "document", _document(request_id, transfer), request_id[:20])
         answer = await trial.ask("write", dialect="nixl", document=_document(request_id, transfer))
-        expect_answer(answer, "message", _message(request_id), f"{request_id[:20]}, written")
+        expect_answer(answer, "message", _message(request_id=request_id), f"{request_id[:20]}, written")
 
 
 @_add(
@@ -148,5 +149,5 @@ async def check_lost(trial: ReaderTrial) -> None:
         answer = await trial.ask("write", dialect="nixl", document=_document(**members))
         expect("message" not in answer, f"a document with {members} became a message")
         lost: Any = answer.get("lost")
-        named = [str(one) for one in lost] if isinstance(lost, list) else []  # pyright: ignore[reportUnknownVariableType]
+        named = list(map(str, cast("list[object]", lost))) if isinstance(lost, list) else []
         expect(any(f"{one}.".startswith(f"{name}.") for one in named), f"`lost` is {lost!r}, and lacks {name}")
