@@ -28,8 +28,22 @@ _TOY: Final = (
 )
 
 NOT_SCORED: Final = (
-    ("production-stack's router", "it is not published on PyPI"),
-    ("LMCache's PD proxy", "it speaks `disagg_spec` of LMCache's own PD backend, for which the kit has no profile"),
+    (
+        "production-stack's router",
+        "PyPI does not have it. `production-stack`, `vllm-production-stack` and `vllm-stack-router` were asked for and "
+        "do not exist; every release of `vllm-router` there (0.1.9 to 0.1.17) is the Rust router above",
+    ),
+    (
+        "LMCache's `disagg_prefill/disagg_proxy_server.py`",
+        "the source archive of PyPI `lmcache` 0.5.6 has it. It speaks `disagg_spec` of LMCache's PD backend, for which "
+        "the kit has no profile, and sends no decode leg before a prefill engine has reported over ZeroMQ, which the "
+        "kit's engines do not",
+    ),
+    (
+        "LMCache's `disagg_prefill_mp/disagg_proxy_server.py`",
+        "the same archive has it. Its legs carry no KV parameters, and it sends no decode leg before LMCache's server "
+        "has reported to its telemetry port, which the kit's engines do not",
+    ),
     ("vLLM's `disagg_proxy_demo.py`", "its legs carry no KV parameters: the engines find the KV by the request"),
     ("vLLM's MoRIIO and Mooncake example proxies", "they speak dialects for which the kit has no profile"),
 )

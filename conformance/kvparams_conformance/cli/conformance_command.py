@@ -2,12 +2,13 @@
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from kvparams_conformance.answers import Carrier
 from kvparams_conformance.checks import Check, CheckResult, select_checks
@@ -102,6 +103,7 @@ class ConformanceCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the checks, and write the reports."""
+        signal.signal(signal.SIGTERM, _end)
         specification = load_specification()
         if arguments.explain is not None:
             return _explain(specification, [*proxy_checks(), *engine_checks(), *reader_checks()], arguments.explain)
@@ -269,6 +271,11 @@ def _list(checks: Iterable[Check]) -> int:
     for check in checks:
         print(f"{check.id:28} {check.sends}: {check.expects}")
     return 0
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """Ends the run as Ctrl-C does, so that nothing that it has started is left behind."""
+    raise SystemExit(128 + number)
 
 
 def _usage(message: str) -> int:
