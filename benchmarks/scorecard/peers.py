@@ -31,7 +31,7 @@ NOT_SCORED: Final = (
     (
         "production-stack's router",
         "PyPI does not have it. `production-stack`, `vllm-production-stack` and `vllm-stack-router` were asked for and "
-        "do not exist; every release of `vllm-router` there (0.1.9 to 0.1.17) is the Rust router above",
+        "do not exist; `vllm-router` there is the Rust router above, from its first release (0.1.9) on",
     ),
     (
         "LMCache's `disagg_prefill/disagg_proxy_server.py`",
