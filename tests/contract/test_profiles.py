@@ -22,6 +22,7 @@ NOT_SEEN_FROM_OUTSIDE = {
     "store-proxy": {},
     "nixl-proxy": {"17.2": "with 17.3", "17.18": ""},
     "bootstrap-proxy": {},
+    "content-proxy": {},
     "aggregated-proxy": {},
     "signed": {"13.1": "13.4 checks it", "17.30": "vectors/key_files.json"},
     "engine": {

@@ -10,6 +10,7 @@ from kvparams_conformance.conversation import Conversation, ScriptedAnswer
 from kvparams_conformance.proxy_checks.helpers import (
     AGGREGATED,
     BOOTSTRAP,
+    CONTENT,
     EVERY,
     NIXL,
     STORE,
@@ -121,7 +122,7 @@ async def check_errors(trial: Trial) -> None:
     "addresses",
     sends="engines that answer 500 and name an address",
     expects="the client gets no address",
-    profiles=(NIXL, BOOTSTRAP, AGGREGATED),
+    profiles=(NIXL, BOOTSTRAP, CONTENT, AGGREGATED),
     isolated=True,
 )
 async def check_addresses(trial: Trial) -> None:

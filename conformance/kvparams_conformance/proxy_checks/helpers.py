@@ -12,11 +12,13 @@ __all__ = [
     "AGGREGATED",
     "ALL",
     "BOOTSTRAP",
+    "CONTENT",
     "DOCUMENT",
     "EVERY",
     "NIXL",
     "SIGNED",
     "STORE",
+    "TWO_LEGS",
     "WITH_RESULT",
     "Pair",
     "expect_answered",
@@ -30,13 +32,15 @@ STORE: Final = "store-proxy"
 NIXL: Final = "nixl-proxy"
 BOOTSTRAP: Final = "bootstrap-proxy"
 SIGNED: Final = "signed"
+CONTENT: Final = "content-proxy"
 AGGREGATED: Final = "aggregated-proxy"
 ALL: Final = (STORE, NIXL, BOOTSTRAP)
-EVERY: Final = (*ALL, AGGREGATED)
-"""Also the profile in which one engine does both, so that one leg counts as the prefill leg and the decode leg."""
+EVERY: Final = (*ALL, CONTENT, AGGREGATED)
+"""Also profiles in which nobody speaks of KV; in `aggregated-proxy` one leg is the prefill leg and the decode leg."""
 WITH_RESULT: Final = (STORE, NIXL)
 """Profiles in which a prefill engine's answer says where the KV is."""
 DOCUMENT: Final = (STORE,)
+TWO_LEGS: Final = (*ALL, CONTENT)
 
 Pair = tuple[SeenLeg, SeenLeg]
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from kvparams_conformance.answers import CACHED_TOKENS, completion, stream
 from kvparams_conformance.checks import Checks, NotJudged, expect
 from kvparams_conformance.conversation import Reply, ScriptedAnswer, SeenLeg
-from kvparams_conformance.proxy_checks.helpers import AGGREGATED, EVERY, STORE, WITH_RESULT, expect_answered
+from kvparams_conformance.proxy_checks.helpers import AGGREGATED, CONTENT, EVERY, STORE, WITH_RESULT, expect_answered
 from kvparams_conformance.raw_json import dig, dump
 from kvparams_conformance.site import Trial
 
@@ -35,7 +35,7 @@ def _expect_private(reply: Reply) -> None:
     "json",
     sends="a decode answer in JSON with `kv_transfer_params`",
     expects="the client gets the answer without it",
-    profiles=(*WITH_RESULT, AGGREGATED),
+    profiles=(*WITH_RESULT, CONTENT, AGGREGATED),
 )
 async def check_json(trial: Trial) -> None:
     """Answers with a `decode_result`."""
@@ -52,7 +52,7 @@ async def check_json(trial: Trial) -> None:
     "stream",
     sends="a stream whose events have `kv_transfer_params`",
     expects="the client gets the events without it",
-    profiles=(*WITH_RESULT, AGGREGATED),
+    profiles=(*WITH_RESULT, CONTENT, AGGREGATED),
 )
 async def check_stream(trial: Trial) -> None:
     """Streams events with KV parameters, whole and cut into small parts."""

@@ -58,7 +58,11 @@ def engines(
 ) -> Iterator[dict[str, Server]]:
     """An engine that believes everybody, one that wants signatures, and one without the middleware."""
     trust = {"verify_with": str(keys), "audience": "pool"}
-    options: dict[str, tuple[dict[str, str], bool]] = {"plain": ({}, True), "signed": (trust, True), "stock": ({}, False)}
+    options: dict[str, tuple[dict[str, str], bool]] = {
+        "plain": ({}, True),
+        "signed": (trust, True),
+        "stock": ({}, False),
+    }
     with Processes(tmp_path_factory.mktemp("conformance")) as processes:
         found: dict[str, Server] = {}
         for core, (name, (extra, refuses)) in enumerate(options.items()):

@@ -53,7 +53,7 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["store", "store_drop", "nixl", "bootstrap", "aggregated", "signed"])
+@pytest.mark.parametrize("name", ["store", "store_drop", "nixl", "bootstrap", "content", "aggregated", "signed"])
 def test_two_of_our_proxies_that_share_keep_every_profile(
     name: str, ours: str, valkey: ValkeyServer, tmp_path: Path
 ) -> None:
