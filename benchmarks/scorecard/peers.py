@@ -40,7 +40,7 @@ NOT_SCORED: Final = (
         "the kit has no profile, and sends no decode leg before a prefill engine has reported over ZeroMQ, which the "
         "kit's engines do not",
     ),
-    ("vLLM's `disagg_proxy_demo.py`", "its engines find the KV by the request; nobody has tried it yet"),
+    ("vLLM's `disagg_proxy_demo.py`", "it needs `uvloop`, which the environment of the scorecard does not have"),
     ("vLLM's MoRIIO and Mooncake example proxies", "they speak dialects for which the kit has no profile"),
 )
 
