@@ -102,8 +102,10 @@ class ReaderTrial:
 
 
 def same_value(wanted: object, told: object) -> bool:
-    """Returns whether two values are one value in JSON. Truth values, integers and text differ; 1.0 and 1 are a double
-    where a double is wanted."""
+    """Returns whether two values are one value in JSON.
+
+    Truth values, integers and text differ. Where a double is wanted, 1 is 1.0.
+    """
     if isinstance(wanted, float):
         return isinstance(told, int | float) and not isinstance(told, bool) and wanted == told
     if isinstance(wanted, dict) and isinstance(told, dict):

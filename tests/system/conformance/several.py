@@ -1,4 +1,6 @@
-"""`python -m tests.system.conformance.several PORT FILE`: several processes behind one port, as a single program.
+"""Starts several processes behind one port, as a single program.
+
+    python -m tests.system.conformance.several PORT FILE
 
 FILE is a list of commands in JSON. The words in them are those of `kvparams conformance proxy --start`, except that
 `{port}` is a port of the process's own, and so is `{aside}`; `{site}` is PORT. Connections to PORT go in turn to the
