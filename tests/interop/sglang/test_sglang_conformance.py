@@ -152,7 +152,7 @@ def test_what_of_the_profile_sglang_keeps_and_what_it_cannot(url: str) -> None:
 
 
 def test_kv_is_shared_under_one_salt_and_under_no_other(url: str) -> None:
-    """draft#12.3 without a document: SGLang's salt is part of the names of pages."""
+    """Spec-mandated, 1.0#12.3, without a document: SGLang's salt is part of the names of pages."""
     engine = EngineUnderTest(url, "tiny")
     cached = asyncio.run(_cached_tokens(engine, ["a", "a", "b", "b", None, None]))
     whole = cached[1]
