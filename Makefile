@@ -222,14 +222,18 @@ install-peers: .venv-peers/.ready
 bench-peers: $(READY) install-peers
 	$(BIN)/python -m benchmarks.peers $(if $(QUICK),--quick)
 
-# vLLM's example proxies are in its source archive alone. pip cannot prepare that one here, and leaves it unpacked.
+# The example proxies of vLLM and LMCache are in their source archives alone. pip cannot prepare these here, and leaves
+# them unpacked.
 .venv-peers/sources/.ready: | install-peers
 	mkdir -p $(@D)
-	-TMPDIR=$(abspath $(@D)) .venv-peers/bin/python -m pip download -q --no-clean --no-deps --no-binary :all: --no-build-isolation -d $(@D) vllm==0.32.0
+	-for source in vllm==0.32.0 lmcache==0.5.6; do \
+		TMPDIR=$(abspath $(@D)) .venv-peers/bin/python -m pip download -q --no-clean --no-deps --no-binary :all: --no-build-isolation -d $(@D) $$source; \
+	done
 	@find $(@D) -name toy_proxy_server.py | grep -q . || { echo "the source archive of vLLM could not be fetched" >&2; exit 1; }
+	@find $(@D) -name disagg_proxy_server.py | grep -q disagg_prefill_mp || { echo "the source archive of LMCache could not be fetched" >&2; exit 1; }
 	@touch $@
 
-scorecard: $(READY) install-peers .venv-peers/sources/.ready
+scorecard: $(READY) install-peers install-lmcache .venv-peers/sources/.ready
 	$(BIN)/python -m benchmarks.scorecard
 
 bench-proxy: $(READY)

@@ -12,6 +12,7 @@ __all__ = ["NOT_SCORED", "ROOT", "Peer", "find_peers"]
 ROOT: Final = Path(__file__).parents[2]
 _PEERS: Final = ROOT / ".venv-peers"
 _SOURCES: Final = _PEERS / "sources"
+_LMCACHE: Final = ROOT / ".venv-lmcache"
 _VLLM: Final = "0.32.0"
 _ENGINES: Final = "--prefill {prefill0} --prefill {prefill1} --decode {decode0} --decode {decode1}"
 _ROUTER: Final = (
@@ -28,9 +29,18 @@ _TOY: Final = (
 )
 
 NOT_SCORED: Final = (
-    ("production-stack's router", "it is not published on PyPI"),
-    ("LMCache's PD proxy", "it speaks `disagg_spec` of LMCache's own PD backend, for which the kit has no profile"),
-    ("vLLM's `disagg_proxy_demo.py`", "its legs carry no KV parameters: the engines find the KV by the request"),
+    (
+        "production-stack's router",
+        "PyPI does not have it. `production-stack`, `vllm-production-stack` and `vllm-stack-router` were asked for and "
+        "do not exist; `vllm-router` there is the Rust router above, from its first release (0.1.9) on",
+    ),
+    (
+        "LMCache's `disagg_prefill/disagg_proxy_server.py`",
+        "the source archive of PyPI `lmcache` 0.5.6 has it. It speaks `disagg_spec` of LMCache's PD backend, for which "
+        "the kit has no profile, and sends no decode leg before a prefill engine has reported over ZeroMQ, which the "
+        "kit's engines do not",
+    ),
+    ("vLLM's `disagg_proxy_demo.py`", "it needs `uvloop`, which the environment of the scorecard does not have"),
     ("vLLM's MoRIIO and Mooncake example proxies", "they speak dialects for which the kit has no profile"),
 )
 
@@ -60,6 +70,8 @@ def find_peers() -> list[Peer]:
         _vllm_router,
         _toy_proxy,
         _mooncake_proxy,
+        lambda: _ours("content-proxy", f"--connector content {_ENGINES}"),
+        _lmcache_proxy,
         lambda: _bootstrap_router("sglang-router", "python -m sglang_router.launch_router"),
         lambda: _bootstrap_router("smg", "smg launch"),
     )
@@ -106,6 +118,20 @@ def _mooncake_proxy() -> Peer | None:
             started = command.replace(f"python -m mooncake.{folder.stem}", f"{_PEERS}/bin/python {folder}")
             origin = "PyPI `mooncake-transfer-engine-non-cuda`"
             return Peer("mooncake vllm_v1_proxy_server", found, origin, "nixl-proxy", started, command)
+    return None
+
+
+def _lmcache_proxy() -> Peer | None:
+    """LMCache's proxy for its server of several processes; telemetry_relay.py stands for that server's reports."""
+    found = _version(_LMCACHE, "lmcache")
+    for path in sorted(_SOURCES.rglob("disagg_prefill_mp/disagg_proxy_server.py")) if found else ():
+        ports = "--prefiller-port RELAY0,RELAY1 --decoder-port {decode0_port},{decode1_port} --telemetry-port TELEMETRY"
+        options = f"--host 127.0.0.1 --port {{port}} --prefiller-host 127.0.0.1 --decoder-host 127.0.0.1 {ports}"
+        relay = "python -m benchmarks.scorecard.telemetry_relay"
+        started = f"{sys.executable} {relay.removeprefix('python ')} {_LMCACHE}/bin/python {path} {options}"
+        origin = f"PyPI `lmcache`, source archive, `examples/disagg_prefill_mp/{path.name}`"
+        shown = f"{relay} python {path.name} {options}"
+        return Peer("LMCache disagg_proxy_server", str(found), origin, "content-proxy", started, shown)
     return None
 
 

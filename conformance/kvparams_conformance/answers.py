@@ -1,6 +1,7 @@
-"""Makes the answers of conforming engines, in the three ways in which KV is spoken of.
+"""Makes the answers of conforming engines, in the ways in which KV is spoken of.
 
 A *carrier* is one of these ways: our document, the dictionary of vLLM's NixlConnector, or SGLang's bootstrap members.
+In the last two nobody speaks of it: engines find it by `content`, or an `aggregated` engine goes on itself.
 """
 
 import json
@@ -23,7 +24,7 @@ __all__ = [
     "stream",
 ]
 
-Carrier = Literal["document", "nixl", "bootstrap"]
+Carrier = Literal["document", "nixl", "bootstrap", "content", "aggregated"]
 CACHED_TOKENS: Final = 3
 """The cached tokens that prefill counts; decode counts others."""
 _PROMPT_TOKENS: Final = 7
@@ -84,7 +85,7 @@ def nixl_params(talk: Conversation, leg: SeenLeg, **changes: Any) -> dict[str, A
 
 def prefill_answer(carrier: Carrier, talk: Conversation, leg: SeenLeg, **changes: Any) -> ScriptedAnswer:
     """Returns the answer of a conforming prefill engine."""
-    if carrier == "bootstrap":
+    if carrier in ("bootstrap", "content", "aggregated"):
         return decode_answer(leg, "p")
     params = nixl_params(talk, leg, **changes)
     if carrier == "document":

@@ -134,6 +134,8 @@ class Conversation:
     sent: list[str] = field(default_factory=list[str])
     replies: list[Reply] = field(default_factory=list[Reply])
     flooded: bool = False
+    is_aggregated: bool = False
+    """Whether one leg is both prefill and decode, and answered as decode's script says."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, leg: SeenLeg) -> bool:
@@ -157,7 +159,8 @@ class Conversation:
 
     def of(self, role: Role) -> list[SeenLeg]:
         """Returns the generating legs of a role."""
-        return [leg for leg in self.legs if leg.role == role and leg.path != "/v1/kvparams"]
+        of_role = (leg for leg in self.legs if self.is_aggregated or leg.role == role)
+        return [leg for leg in of_role if leg.path != "/v1/kvparams"]
 
     @property
     def prefills(self) -> list[SeenLeg]:

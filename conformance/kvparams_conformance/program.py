@@ -12,6 +12,7 @@ from typing import Final
 __all__ = ["Program", "StartFailed"]
 
 _MAX_OUTPUT_BYTES: Final = 4 << 20
+_MAX_LINE_BYTES: Final = 32 << 20
 _READ_BYTES: Final = 64 << 10
 _TERM_S: Final = 3.0
 
@@ -23,8 +24,10 @@ class StartFailed(Exception):
 class Program:
     """A process of its own session, with everything that it starts."""
 
-    def __init__(self, command: str) -> None:
+    def __init__(self, command: str, *, answers_lines: bool = False) -> None:
+        """`answers_lines`: the program reads lines, and answers each with one; its errors alone are its output."""
         self._command = command
+        self._answers_lines = answers_lines
         self._process: asyncio.subprocess.Process | None = None
         self._output = bytearray()
         self._reading: asyncio.Task[None] | None = None
@@ -38,19 +41,35 @@ class Program:
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *shlex.split(self._command),
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if self._answers_lines else asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
+                stderr=asyncio.subprocess.PIPE if self._answers_lines else asyncio.subprocess.STDOUT,
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
                 start_new_session=True,
+                limit=_MAX_LINE_BYTES,
             )
         except (OSError, ValueError) as error:
             raise StartFailed(f"the command cannot be started: {error}") from None
-        self._reading = asyncio.create_task(self._read(self._process))
+        said = self._process.stderr if self._answers_lines else self._process.stdout
+        assert said is not None
+        self._reading = asyncio.create_task(self._read(said))
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        while data := await process.stdout.read(_READ_BYTES):
+    async def ask(self, line: bytes) -> bytes:
+        """Sends a line, and returns the line that the program answers; empty if it has ended.
+
+        Raises:
+            ValueError: the line is too long.
+            OSError: the program reads no more.
+        """
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(line + b"\n")
+        await self._process.stdin.drain()
+        return await self._process.stdout.readline()
+
+    async def _read(self, stream: asyncio.StreamReader) -> None:
+        while data := await stream.read(_READ_BYTES):
             room = _MAX_OUTPUT_BYTES - len(self._output)
             self._output += data[: max(room, 0)]
 
@@ -68,6 +87,10 @@ class Program:
     def ended(self) -> int | None:
         """Returns the exit status of a program that has ended."""
         return None if self._process is None else self._process.returncode
+
+    async def wait(self) -> int | None:
+        """Waits until the program has ended, and returns its exit status."""
+        return None if self._process is None else await self._process.wait()
 
     async def stop(self) -> None:
         """Ends the program and all its descendants, by force after a few seconds."""

@@ -15,6 +15,8 @@ _CARRIERS: Final[dict[str, Carrier]] = {
     "signed": "document",
     "nixl-proxy": "nixl",
     "bootstrap-proxy": "bootstrap",
+    "content-proxy": "content",
+    "aggregated-proxy": "aggregated",
 }
 _DAY_S: Final = 86_400
 

@@ -25,7 +25,7 @@ class Profile:
     name: str
     title: str
     subject: str
-    """What is tested: `proxy`, `engine`, `store` or `reader`."""
+    """What is tested: `proxy`, `engine`, `store`, `translator` or `events-reader`."""
     summary: str
     requirements: tuple[str, ...]
 

@@ -12,9 +12,10 @@ from typing import Final
 from kvparams_conformance.checks import Check, CheckFailed, CheckResult, NotJudged, Verdict
 from kvparams_conformance.engine_site import Engine, EngineTrial
 from kvparams_conformance.program import StartFailed
+from kvparams_conformance.reader_site import Reader, ReaderTrial
 from kvparams_conformance.site import Site, Trial, Under
 
-__all__ = ["run_engine_checks", "run_proxy_checks"]
+__all__ = ["run_engine_checks", "run_proxy_checks", "run_reader_checks"]
 
 CHECK_S: Final = 20.0
 """The longest time of one check."""
@@ -137,7 +138,23 @@ async def run_engine_checks(checks: Sequence[Check], engine: Engine) -> list[Che
     return await asyncio.gather(*map(one, checks))
 
 
-async def _verdict(check: Check, trial: Trial | EngineTrial) -> tuple[Verdict, str]:
+async def run_reader_checks(checks: Sequence[Check], command: str) -> list[CheckResult]:
+    """Returns the verdicts on a reader, in the order of the checks. One program answers the questions of all."""
+    reader, results = Reader(command), list[CheckResult]()
+    try:
+        for check in checks:
+            begun, trial = time.monotonic(), ReaderTrial(reader)
+            try:
+                verdict, message = await _verdict(check, trial)
+            except StartFailed as error:
+                verdict, message = "error", str(error)
+            results.append(CheckResult(check, verdict, message, *trial.evidence(), time.monotonic() - begun))
+    finally:
+        await reader.stop()
+    return results
+
+
+async def _verdict(check: Check, trial: Trial | EngineTrial | ReaderTrial) -> tuple[Verdict, str]:
     """Runs one check. Whatever happens is a verdict."""
     try:
         async with asyncio.timeout(CHECK_S):
@@ -146,6 +163,8 @@ async def _verdict(check: Check, trial: Trial | EngineTrial) -> tuple[Verdict, s
         return ("choice" if check.is_choice else "fail"), str(error)
     except NotJudged as error:
         return "skip", str(error)
+    except StartFailed:
+        raise
     except TimeoutError:
         return "fail", f"the check did not end within {CHECK_S:.0f} s"
     except Exception as error:  # noqa: BLE001  what a proxy sends may be anything: the run goes on, the line says it

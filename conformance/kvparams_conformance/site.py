@@ -125,7 +125,8 @@ class Site:
         talk = Conversation(f"kvc{token_hex(5)}x", 40_000_00000 + number, _never, _never, _never)
         carrier = self.under.carrier
         talk.prefill = prefill or (lambda leg: prefill_answer(carrier, talk, leg))
-        talk.decode = decode or decode_answer
+        talk.is_aggregated = carrier == "aggregated"
+        talk.decode = decode or (prefill if talk.is_aggregated and prefill else decode_answer)
         talk.control = control or (lambda _: ScriptedAnswer(body=b"{}"))
         self._by_tag[talk.tag.encode()] = self._by_tag[str(talk.number).encode()] = talk
         return talk

@@ -3,15 +3,17 @@
 The suite runs in a process of its own, so this package imports neither pytest nor the stores.
 """
 
-import subprocess
+import asyncio
+import shlex
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 from xml.etree import ElementTree
 
 from kvparams_conformance.checks import Check, CheckResult, Verdict
+from kvparams_conformance.program import Program
 
 __all__ = ["SuiteFailed", "run_store_suite"]
 
@@ -69,16 +71,32 @@ def run_store_suite(store: str, timeout_s: float) -> list[CheckResult]:
         command = [sys.executable, "-m", "pytest", "-q", "-p", _PLUGIN, f"--kvstore={store}", f"--junit-xml={found}"]
         options = ["-p", "no:cacheprovider", f"--basetemp={folder}/tests", "-c", "/dev/null", f"--rootdir={folder}"]
         try:
-            ran = subprocess.run([*command, *options], capture_output=True, text=True, timeout=timeout_s, check=False)
-        except subprocess.TimeoutExpired:
+            status, output = asyncio.run(_run([*command, *options], timeout_s))
+        except TimeoutError:
             raise SuiteFailed(f"the suite did not end within {timeout_s:.0f} s") from None
-        if not found.is_file() or ran.returncode not in (0, 1):
-            said = (ran.stderr or ran.stdout).strip()[-600:]
+        if not found.is_file() or status not in (0, 1):
+            said = output.strip()[-600:]
             raise SuiteFailed(f"the suite cannot run: {said or 'pip install kvparams[conformance]'}")
         lines = list(_read(found))
     if not lines:
         raise SuiteFailed("the suite has found no tests")
     return lines
+
+
+async def _run(command: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
+    """Runs the suite, and ends it with all that it has started: a store may have left processes behind.
+
+    Raises:
+        TimeoutError: it does not end in time.
+    """
+    program = Program(shlex.join(command))
+    await program.start({})
+    try:
+        async with asyncio.timeout(timeout_s):
+            status = await program.wait()
+    finally:
+        await program.stop()
+    return status, program.output
 
 
 def _read(path: Path) -> Iterator[CheckResult]:

@@ -51,6 +51,7 @@ class _ArrayType(Struct, array_like=True, gc=False):
 
 
 _OUTLINE: Final = Decoder(RawBatch)
+_ONE_VALUE: Final = Decoder(Raw)
 _ENTRIES: Final = Decoder(list[Raw])
 _MAP_TYPE: Final = Decoder(_MapType)
 _ARRAY_TYPE: Final = Decoder(_ArrayType)
@@ -72,7 +73,9 @@ def read_raw_batch(payload: bytes | bytearray | memoryview) -> RawBatch:
     try:
         return _OUTLINE.decode(payload)
     except ValidationError:
-        if (found := read_head(payload)) is None or not found[0]:
+        if not _is_one_value(payload):
+            problem = Problem((), "value", "not one value in MessagePack")
+        elif (found := read_head(payload)) is None or not found[0]:
             problem = Problem((), "type", "a batch is an array")
         else:
             problem = Problem((), "missing", "a batch has a time and events")
@@ -93,6 +96,15 @@ def decode_part(index: int, raw: Raw, read: Callable[[Raw], _Value]) -> _Value:
         return read(raw)
     except BROKEN:
         raise InvalidEvents((Problem((index,), "type", "not a number"),)) from None
+
+
+def _is_one_value(payload: bytes | bytearray | memoryview) -> bool:
+    """Returns whether nothing stands behind the first value, and nothing of it is missing."""
+    try:
+        _ONE_VALUE.decode(payload)
+    except BROKEN:
+        return False
+    return True
 
 
 def read_head(raw: Raw | bytes | bytearray | memoryview) -> ContainerHead | None:

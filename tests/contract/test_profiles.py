@@ -11,6 +11,7 @@ import pytest
 from kvparams_conformance.checks import Check
 from kvparams_conformance.engine_checks import engine_checks
 from kvparams_conformance.proxy_checks import proxy_checks
+from kvparams_conformance.reader_checks import reader_checks
 from kvparams_conformance.requirements import UnknownProfile, load_specification
 from tests.support.kvparams.spec_folder import ROOT
 
@@ -21,6 +22,8 @@ NOT_SEEN_FROM_OUTSIDE = {
     "store-proxy": {},
     "nixl-proxy": {"17.2": "with 17.3", "17.18": ""},
     "bootstrap-proxy": {},
+    "content-proxy": {},
+    "aggregated-proxy": {},
     "signed": {"13.1": "13.4 checks it", "17.30": "vectors/key_files.json"},
     "engine": {
         "2.2": "an engine forwards nothing",
@@ -34,6 +37,8 @@ NOT_SEEN_FROM_OUTSIDE = {
         "7.1": "an engine answers with one message",
         "12.5": "the kit does not see the log of an engine",
     },
+    "events-reader": {},
+    "translator": {},
     "signed-engine": {
         "13.1": "13.8 checks it",
         "13.15": "native to each engine",
@@ -63,19 +68,21 @@ def test_a_profile_names_requirements_and_vectors_that_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", NOT_SEEN_FROM_OUTSIDE)
 def test_the_kit_checks_what_a_profile_requires(name: str) -> None:
-    checks = [*proxy_checks(), *engine_checks()]
+    checks = [*proxy_checks(), *engine_checks(), *reader_checks()]
     assert unchecked(checks, name) <= NOT_SEEN_FROM_OUTSIDE[name].keys()
     assert unchecked([check for check in checks if check.requirement != "12.1"], "store-proxy") == {"12.1"}
 
 
 def test_a_check_is_for_a_requirement_of_its_profiles() -> None:
-    for check in (*proxy_checks(), *engine_checks()):
+    for check in (*proxy_checks(), *engine_checks(), *reader_checks()):
         for profile in check.profiles:
             assert check.requirement in PROFILES[profile]["requirements"], check.id
 
 
 def test_checks_have_ids_of_their_own_and_say_what_they_send_and_expect() -> None:
-    checks = [*proxy_checks(), *engine_checks()]
+    checks = [*proxy_checks(), *engine_checks(), *reader_checks()]
+    readers = [check.id for check in reader_checks()]
+    assert len(readers) == len({*readers}) >= 40
     proxies, engines = ([check.id for check in one()] for one in (proxy_checks, engine_checks))
     assert len(proxies) == len({*proxies}) >= 80
     assert len(engines) == len({*engines}) >= 40

@@ -1,13 +1,14 @@
-"""`kvparams conformance`: hold a proxy, an engine or a store to the specification."""
+"""`kvparams conformance`: hold a proxy, an engine, a store or a reader to the specification."""
 
 import argparse
 import asyncio
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, NoReturn
 
 from kvparams_conformance.answers import Carrier
 from kvparams_conformance.checks import Check, CheckResult, select_checks
@@ -15,11 +16,12 @@ from kvparams_conformance.engine_checks import engine_checks
 from kvparams_conformance.engine_site import Engine, first_model
 from kvparams_conformance.proxy_checks import proxy_checks
 from kvparams_conformance.proxy_runs import carrier_of, write_signing_keys
+from kvparams_conformance.reader_checks import reader_checks
 from kvparams_conformance.reports.files import write_html, write_json, write_junit
 from kvparams_conformance.reports.model import Report, make_report
 from kvparams_conformance.reports.table import write_table
 from kvparams_conformance.requirements import Specification, UnknownProfile, load_specification
-from kvparams_conformance.runner import run_engine_checks, run_proxy_checks
+from kvparams_conformance.runner import run_engine_checks, run_proxy_checks, run_reader_checks
 from kvparams_conformance.site import Under
 from kvparams_conformance.store_suite import SuiteFailed, run_store_suite
 
@@ -33,6 +35,8 @@ Examples:
   kvparams conformance proxy --profile nixl-proxy --start 'my-router --port {port} ...' --html report.html
   kvparams conformance engine http://127.0.0.1:8000 --profile engine
   kvparams conformance store 'file://{folder}/kv?size=64MiB' --junit report.xml
+  kvparams conformance translator --start 'python -m line_reader'
+  kvparams conformance events-reader --start 'python -m line_reader'
   kvparams conformance proxy --explain 12.1
 
 The kit tests from outside. For a proxy it starts four engines of its own, which misbehave as each check wants, and
@@ -49,7 +53,7 @@ The exit status is 0 if the program conforms, 1 if it does not, and 2 if a check
 class ConformanceCommand:
     """See `kvparams.cli.Command`."""
 
-    summary = "Hold a proxy, an engine or a store to the specification, and report each requirement."
+    summary = "Hold a proxy, an engine, a store or a reader to the specification, and report each requirement."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Adds one subcommand for each subject."""
@@ -87,12 +91,22 @@ class ConformanceCommand:
         )
         store.add_argument("--timeout", type=float, default=300.0, metavar="S", help="the longest time (300)")
         _add_common(store, "store")
+        for name, what in (("translator", "a translator of dialects"), ("events-reader", "a reader of KV events")):
+            reader = subjects.add_parser(name, help=f"test {what}, which answers questions line by line")
+            reader.add_argument(
+                "--start",
+                metavar="COMMAND",
+                help="the program: a question in JSON on each line, an answer on each line",
+            )
+            _add_common(reader, name)
+            _add_list(reader)
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the checks, and write the reports."""
+        signal.signal(signal.SIGTERM, _end)
         specification = load_specification()
         if arguments.explain is not None:
-            return _explain(specification, [*proxy_checks(), *engine_checks()], arguments.explain)
+            return _explain(specification, [*proxy_checks(), *engine_checks(), *reader_checks()], arguments.explain)
         profiles = tuple(arguments.profile or [arguments.default_profile])
         try:
             for name in profiles:
@@ -103,7 +117,9 @@ class ConformanceCommand:
             return _run_engine(arguments, profiles, specification)
         if arguments.subject == "store":
             return _run_store(arguments, profiles, specification)
-        return _run_proxy(arguments, profiles, specification)
+        if arguments.subject == "proxy":
+            return _run_proxy(arguments, profiles, specification)
+        return _run_reader(arguments, profiles, specification)
 
 
 def _add_common(parser: argparse.ArgumentParser, profile: str) -> None:
@@ -201,6 +217,19 @@ def _run_store(arguments: argparse.Namespace, profiles: tuple[str, ...], specifi
     return _finish(arguments, profiles, specification, arguments.url, results, time.monotonic() - begun)
 
 
+def _run_reader(arguments: argparse.Namespace, profiles: tuple[str, ...], specification: Specification) -> int:
+    checks = select_checks(reader_checks(), profiles, tuple(arguments.only))
+    if arguments.list:
+        return _list(checks)
+    if arguments.start is None:
+        return _usage("give --start COMMAND")
+    if not checks:
+        return _usage("no check has this profile and this --only")
+    begun = time.monotonic()
+    results = asyncio.run(run_reader_checks(checks, arguments.start))
+    return _finish(arguments, profiles, specification, arguments.start, results, time.monotonic() - begun)
+
+
 def _finish(
     arguments: argparse.Namespace,
     profiles: tuple[str, ...],
@@ -242,6 +271,11 @@ def _list(checks: Iterable[Check]) -> int:
     for check in checks:
         print(f"{check.id:28} {check.sends}: {check.expects}")
     return 0
+
+
+def _end(number: int, _: object) -> NoReturn:
+    """Ends the run as Ctrl-C does, so that nothing that it has started is left behind."""
+    raise SystemExit(128 + number)
 
 
 def _usage(message: str) -> int:

@@ -5,8 +5,10 @@ from typing import Any, Final
 from kvparams_conformance.checks import Checks, expect
 from kvparams_conformance.conversation import SeenLeg
 from kvparams_conformance.proxy_checks.helpers import (
-    ALL,
+    AGGREGATED,
     BOOTSTRAP,
+    CONTENT,
+    EVERY,
     NIXL,
     STORE,
     WITH_RESULT,
@@ -100,7 +102,7 @@ async def check_prefill_bytes(trial: Trial) -> None:
     "values",
     sends="a body with large integers, fractions and unknown members",
     expects="both legs have the same values",
-    profiles=(NIXL, BOOTSTRAP),
+    profiles=(NIXL, BOOTSTRAP, CONTENT, AGGREGATED),
 )
 async def check_values(trial: Trial) -> None:
     """Compares values, however they are written."""
@@ -118,7 +120,7 @@ async def check_values(trial: Trial) -> None:
     "unknown-members",
     sends="a body with a member that the proxy does not know",
     expects="both legs have it",
-    profiles=(NIXL, BOOTSTRAP),
+    profiles=(NIXL, BOOTSTRAP, CONTENT, AGGREGATED),
     choice=True,
 )
 async def check_unknown_members(trial: Trial) -> None:
@@ -133,7 +135,7 @@ async def check_unknown_members(trial: Trial) -> None:
     "prefill-limits",
     sends="a stream of 8 tokens, with `max_completion_tokens` and without",
     expects="prefill is asked for one token and no stream",
-    profiles=WITH_RESULT,
+    profiles=(*WITH_RESULT, CONTENT),
 )
 async def check_prefill_limits(trial: Trial) -> None:
     """Reads what prefill is asked for."""
@@ -185,7 +187,7 @@ async def check_answer_members(trial: Trial) -> None:
     "min-tokens",
     sends="a request with `min_tokens` 4",
     expects="prefill, which may make one token, has no `min_tokens` above 1",
-    profiles=(NIXL,),
+    profiles=(NIXL, CONTENT),
 )
 async def check_min_tokens(trial: Trial) -> None:
     """Sends a limit that contradicts `max_tokens` 1: vLLM refuses the two together."""
@@ -200,7 +202,7 @@ async def check_min_tokens(trial: Trial) -> None:
     "stream-options",
     sends="a stream with `stream_options`",
     expects="prefill, which does not stream, has no `stream_options`",
-    profiles=(NIXL,),
+    profiles=(NIXL, CONTENT),
 )
 async def check_stream_options(trial: Trial) -> None:
     """Sends a member that vLLM refuses without `stream`."""
@@ -215,7 +217,7 @@ async def check_stream_options(trial: Trial) -> None:
     "null-ids",
     sends="`prompt_token_ids` null and `kv_transfer_params` null",
     expects="they count as absent: the request is answered",
-    profiles=ALL,
+    profiles=EVERY,
 )
 async def check_null_members(trial: Trial) -> None:
     """Sends nulls where a client may have them."""

@@ -1,25 +1,33 @@
 """Checks the mapping of errors, and that hostile JSON of a client is refused."""
 
+import asyncio
+import time
 from typing import Final
 
-from kvparams_conformance.answers import decode_answer, error_answer, prefill_answer
+from kvparams_conformance.answers import error_answer, load_keys
 from kvparams_conformance.checks import Checks, expect
-from kvparams_conformance.conversation import Conversation, ScriptedAnswer, SeenLeg
+from kvparams_conformance.conversation import Conversation, ScriptedAnswer
 from kvparams_conformance.proxy_checks.helpers import (
-    ALL,
+    AGGREGATED,
     BOOTSTRAP,
+    CONTENT,
+    EVERY,
     NIXL,
     STORE,
     expect_answered,
     expect_refused,
+    failing_once,
 )
-from kvparams_conformance.raw_json import dig
+from kvparams_conformance.raw_json import dig, dump
+from kvparams_conformance.scripted_engine import MODEL
 from kvparams_conformance.site import Trial
 
 __all__ = ["CHECKS"]
 
 CHECKS: Final = Checks()
 _SECRET: Final = "10.9.8.7:5600"
+_BOTH_S: Final = 2.0
+"""The time in which ordinary requests go to both prefill engines, in a proxy that uses both."""
 
 
 def _expect_error_object(talk: Conversation) -> None:
@@ -78,7 +86,7 @@ async def check_unauthorized(trial: Trial) -> None:
     "client-fault",
     sends="engines that answer 400 or 422 with a `param` of the client's",
     expects="the client gets the same status, after one leg to that role",
-    profiles=ALL,
+    profiles=EVERY,
     isolated=True,
 )
 async def check_client_fault(trial: Trial) -> None:
@@ -114,7 +122,7 @@ async def check_errors(trial: Trial) -> None:
     "addresses",
     sends="engines that answer 500 and name an address",
     expects="the client gets no address",
-    profiles=(NIXL, BOOTSTRAP),
+    profiles=(NIXL, BOOTSTRAP, CONTENT, AGGREGATED),
     isolated=True,
 )
 async def check_addresses(trial: Trial) -> None:
@@ -130,49 +138,91 @@ async def check_addresses(trial: Trial) -> None:
 @CHECKS.add(
     "17.22",
     "prefill-fails",
-    sends="one prefill engine that answers 503, closes the connection, or answers what is no JSON",
-    expects="the client is answered with the KV of another prefill leg",
+    sends="one prefill engine that answers 500, 502, 503 or 504, or closes the connection, before it answers or within",
+    expects="the client is answered with the KV of the other prefill engine, of which decode alone is told",
     profiles=(STORE,),
     isolated=True,
 )
 async def check_prefill_fails(trial: Trial) -> None:
-    """Lets the first prefill leg fail in three ways."""
-    faults = (ScriptedAnswer(503, b"{}"), ScriptedAnswer(end="close", wait_s=1.2), ScriptedAnswer(body=b"\x00 no json"))
-    for fault in faults[:2]:
-        talk = _failing_once(trial, fault)
+    """Lets the first prefill leg fail in each way."""
+    half = dump({"id": "cmpl-p", "kv_transfer_params": None})[:-5]
+    faults = [*(ScriptedAnswer(status, b"{}") for status in (500, 502, 503, 504))]
+    faults += [ScriptedAnswer(end="close", wait_s=1.2), ScriptedAnswer(body=half, end="cut")]
+    others = 0
+    for fault in faults:
+        both = await _uses_both_prefills(trial)
+        talk = failing_once(trial, fault)
         expect_answered(talk, await trial.ask(talk))
-        expect(len(talk.prefills) >= 2, "no second prefill leg was sent")
-        expect(str(talk.decodes[0].order) and talk.decodes[0].document, "decode was told no KV")
-    talk = _failing_once(trial, faults[2])
+        others += _expect_other_try(talk, f"{fault.status} {fault.end}", both=both)
+    expect(others, "every further prefill leg went to the engine that had failed")
+
+
+async def _uses_both_prefills(trial: Trial) -> bool:
+    """Waits until ordinary requests go to both prefill engines: one that has failed may be left alone for a while."""
+    seen: set[str] = set()
+    until = time.monotonic() + _BOTH_S
+    while len(seen) < 2 and time.monotonic() < until:
+        talk = trial.site.begin(None, None, None)
+        body = dump({"model": MODEL, "prompt": f"{talk.tag} Who?", "max_tokens": 8})
+        await trial.site.ask(talk, body, path="/v1/completions", headers=(), timeout_s=2.0, leave_when=None)
+        seen |= {leg.engine for leg in talk.prefills}
+        await asyncio.sleep(0.02)
+    return len(seen) == 2
+
+
+def _expect_other_try(talk: Conversation, shown: str, *, both: bool) -> bool:
+    """Checks that there was one more prefill leg, and that decode is told of its KV.
+
+    Returns whether it went to the other engine, as it has to if both are in use.
+    """
+    expect(len(talk.prefills) >= 2, f"no second prefill leg was sent ({shown})")
+    first, second = talk.prefills[:2]
+    is_other = first.engine != second.engine
+    expect(is_other or not both, f"the second prefill leg went to {second.engine} as well ({shown})")
+    for leg in talk.decodes:
+        told = leg.document.get("load_keys")
+        known = [load_keys(talk, one) for one in talk.prefills[1:]]
+        expect(leg.document and told in known, f"decode was told the keys {told!r} after the failed try ({shown})")
+        expect(leg.transfer_id != first.transfer_id, f"decode was told the transfer of the failed try ({shown})")
+    return is_other
+
+
+@CHECKS.add(
+    "17.22",
+    "no-json",
+    sends="one prefill engine that answers what is no JSON",
+    expects="the client is answered, by another try or with a 5xx, and no decode leg is promised KV of the first",
+    profiles=(STORE,),
+    isolated=True,
+)
+async def check_prefill_no_json(trial: Trial) -> None:
+    """Lets the first prefill leg answer rubbish."""
+    talk = failing_once(trial, ScriptedAnswer(body=b"\x00 no json"))
     reply = await trial.ask(talk)
     expect(reply.ended == "whole", "the client was not answered")
     expect(reply.status == 200 or reply.status >= 500, f"the client got the status {reply.status}")
-
-
-def _failing_once(trial: Trial, fault: ScriptedAnswer) -> Conversation:
-    carrier = trial.site.under.carrier
-
-    def answer(leg: SeenLeg) -> ScriptedAnswer:
-        return fault if len(talk.prefills) == 1 else prefill_answer(carrier, talk, leg)
-
-    talk = trial.talk(answer)
-    return talk
+    first = talk.prefills[0].transfer_id
+    expect(all(leg.transfer_id != first for leg in talk.decodes), "decode was told the transfer of the failed try")
+    expect(reply.status != 200 or talk.decodes, "the client got 200 without a decode leg")
 
 
 @CHECKS.add(
     "17.22",
     "bounded-tries",
-    sends="prefill engines that all answer 503, or decode engines that do",
+    sends="prefill engines that all answer 503 or close the connection, or decode engines that do",
     expects="the client gets a 5xx after at most 16 legs",
-    profiles=ALL,
+    profiles=EVERY,
     isolated=True,
 )
 async def check_bounded_tries(trial: Trial) -> None:
     """Counts the legs of a request that cannot succeed."""
     for role in ("prefill", "decode"):
-        talk = _always(trial, role, ScriptedAnswer(503, b'{"error":{"message":"busy"}}'))
-        expect_refused(talk, await trial.ask(talk), 500, 504)
-        expect(len(talk.legs) <= 16, f"{len(talk.legs)} legs were sent")
+        for fault in (ScriptedAnswer(503, b'{"error":{"message":"busy"}}'), ScriptedAnswer(end="close")):
+            talk = _always(trial, role, fault)
+            expect_refused(talk, await trial.ask(talk), 500, 504)
+            expect(len(talk.legs) <= 16, f"{len(talk.legs)} legs were sent")
+            known = trial.site.under.carrier in ("bootstrap", "aggregated") or role == "decode"
+            expect(known or not talk.decodes, "a decode leg was sent although every prefill leg had failed")
 
 
 @CHECKS.add(
@@ -185,7 +235,7 @@ async def check_bounded_tries(trial: Trial) -> None:
 )
 async def check_flood(trial: Trial) -> None:
     """Floods the proxy with spaces, then answers the next try."""
-    talk = _failing_once(trial, ScriptedAnswer(end="flood"))
+    talk = failing_once(trial, ScriptedAnswer(end="flood"))
     reply = await trial.ask(talk, timeout_s=8.0)
     expect(reply.ended == "whole", f"the client's answer ended as `{reply.ended}`")
     expect(reply.status == 200 or reply.status >= 500, f"the client got the status {reply.status}")
@@ -203,9 +253,13 @@ async def check_flood(trial: Trial) -> None:
 )
 async def check_decode_fails(trial: Trial) -> None:
     """Lets the first decode leg fail."""
-    talk = trial.talk(decode=lambda leg: ScriptedAnswer(503, b"{}") if len(talk.decodes) == 1 else decode_answer(leg))
+    talk = failing_once(trial, ScriptedAnswer(503, b"{}"), "decode")
     reply = await trial.ask(talk)
+    expect(talk.decodes, "no decode leg was sent")
+    expect(reply.ended == "whole", f"the client's answer ended as `{reply.ended}`")
     expect(reply.status == 200 or reply.status >= 500, f"the client got the status {reply.status}")
+    answered = "answer" in str(dig(reply.json, "choices", 0, "text"))
+    expect(reply.status != 200 or (answered and len(talk.decodes) > 1), "the client got 200 without decode's answer")
 
 
 _HOSTILE: Final = {
@@ -236,8 +290,8 @@ async def _expect_no_leg(trial: Trial, talk: Conversation, body: bytes) -> None:
     expect_refused(talk, reply, 400, 499)
 
 
-_hostile("no-json", "what is no JSON, or no object", profiles=ALL, keys=("cut", "more", "list"))
-_hostile("key-twice", "a body in which a key stands twice", profiles=ALL, keys=("twice",))
+_hostile("no-json", "what is no JSON, or no object", profiles=EVERY, keys=("cut", "more", "list"))
+_hostile("key-twice", "a body in which a key stands twice", profiles=EVERY, keys=("twice",))
 _hostile(
     "numbers",
     "a body with NaN, and one with a number that no double holds",

@@ -1,23 +1,30 @@
 """Holds what the checks of proxies share: the profiles, and steps that many of them take."""
 
-from typing import Final
+from typing import Any, Final
 
 from kvparams import InvalidParams, KVTransferParams, parse
+from kvparams_conformance.answers import decode_answer, prefill_answer
 from kvparams_conformance.checks import CheckFailed, expect
-from kvparams_conformance.conversation import Conversation, Reply, SeenLeg, shorten
+from kvparams_conformance.conversation import Conversation, Reply, Role, ScriptedAnswer, SeenLeg, shorten
+from kvparams_conformance.site import Trial
 
 __all__ = [
+    "AGGREGATED",
     "ALL",
     "BOOTSTRAP",
+    "CONTENT",
     "DOCUMENT",
+    "EVERY",
     "NIXL",
     "SIGNED",
     "STORE",
+    "TWO_LEGS",
     "WITH_RESULT",
     "Pair",
     "expect_answered",
     "expect_refused",
     "expect_unseen",
+    "failing_once",
     "parse_document",
 ]
 
@@ -25,12 +32,32 @@ STORE: Final = "store-proxy"
 NIXL: Final = "nixl-proxy"
 BOOTSTRAP: Final = "bootstrap-proxy"
 SIGNED: Final = "signed"
+CONTENT: Final = "content-proxy"
+AGGREGATED: Final = "aggregated-proxy"
 ALL: Final = (STORE, NIXL, BOOTSTRAP)
+EVERY: Final = (*ALL, CONTENT, AGGREGATED)
+"""Also profiles in which nobody speaks of KV; in `aggregated-proxy` one leg is the prefill leg and the decode leg."""
 WITH_RESULT: Final = (STORE, NIXL)
 """Profiles in which a prefill engine's answer says where the KV is."""
 DOCUMENT: Final = (STORE,)
+TWO_LEGS: Final = (*ALL, CONTENT)
 
 Pair = tuple[SeenLeg, SeenLeg]
+
+
+def failing_once(trial: Trial, fault: ScriptedAnswer, role: Role = "prefill", **changes: Any) -> Conversation:
+    """Begins a conversation in which the first leg of a role fails. `changes` are those of prefill's results."""
+    carrier = trial.site.under.carrier
+
+    def prefill(leg: SeenLeg) -> ScriptedAnswer:
+        is_first = role == "prefill" and len(talk.prefills) == 1
+        return fault if is_first else prefill_answer(carrier, talk, leg, **changes)
+
+    def decode(leg: SeenLeg) -> ScriptedAnswer:
+        return fault if role == "decode" and len(talk.decodes) == 1 else decode_answer(leg)
+
+    talk = trial.talk(prefill, decode)
+    return talk
 
 
 def expect_answered(talk: Conversation, reply: Reply) -> Pair:

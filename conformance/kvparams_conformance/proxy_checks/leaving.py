@@ -6,7 +6,7 @@ from typing import Any, Final
 from kvparams_conformance.answers import decode_answer, stream
 from kvparams_conformance.checks import Checks, expect
 from kvparams_conformance.conversation import Conversation, Reply, Role, ScriptedAnswer, SeenLeg
-from kvparams_conformance.proxy_checks.helpers import ALL, DOCUMENT, NIXL, parse_document
+from kvparams_conformance.proxy_checks.helpers import DOCUMENT, EVERY, NIXL, TWO_LEGS, parse_document
 from kvparams_conformance.site import Trial
 
 __all__ = ["CHECKS"]
@@ -33,7 +33,7 @@ async def _leave(
     "prefill",
     sends="a client that leaves while prefill computes",
     expects="the prefill leg is closed within a second, and no decode leg follows",
-    profiles=ALL,
+    profiles=TWO_LEGS,
     isolated=True,
 )
 async def check_leaving_at_prefill(trial: Trial) -> None:
@@ -49,7 +49,7 @@ async def check_leaving_at_prefill(trial: Trial) -> None:
     "decode",
     sends="a client that leaves before decode has answered",
     expects="the decode leg is closed within a second",
-    profiles=ALL,
+    profiles=EVERY,
     isolated=True,
 )
 async def check_leaving_at_decode(trial: Trial) -> None:
@@ -63,7 +63,7 @@ async def check_leaving_at_decode(trial: Trial) -> None:
     "stream",
     sends="a client that leaves in the middle of a stream",
     expects="the decode leg is closed within a second",
-    profiles=ALL,
+    profiles=EVERY,
     isolated=True,
 )
 async def check_leaving_in_stream(trial: Trial) -> None:

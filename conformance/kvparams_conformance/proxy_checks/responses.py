@@ -8,7 +8,7 @@ from typing import Any, Final
 from kvparams_conformance.answers import CACHED_TOKENS, completion, stream
 from kvparams_conformance.checks import Checks, NotJudged, expect
 from kvparams_conformance.conversation import Reply, ScriptedAnswer, SeenLeg
-from kvparams_conformance.proxy_checks.helpers import ALL, STORE, WITH_RESULT, expect_answered
+from kvparams_conformance.proxy_checks.helpers import AGGREGATED, CONTENT, EVERY, STORE, WITH_RESULT, expect_answered
 from kvparams_conformance.raw_json import dig, dump
 from kvparams_conformance.site import Trial
 
@@ -35,7 +35,7 @@ def _expect_private(reply: Reply) -> None:
     "json",
     sends="a decode answer in JSON with `kv_transfer_params`",
     expects="the client gets the answer without it",
-    profiles=WITH_RESULT,
+    profiles=(*WITH_RESULT, CONTENT, AGGREGATED),
 )
 async def check_json(trial: Trial) -> None:
     """Answers with a `decode_result`."""
@@ -52,7 +52,7 @@ async def check_json(trial: Trial) -> None:
     "stream",
     sends="a stream whose events have `kv_transfer_params`",
     expects="the client gets the events without it",
-    profiles=WITH_RESULT,
+    profiles=(*WITH_RESULT, CONTENT, AGGREGATED),
 )
 async def check_stream(trial: Trial) -> None:
     """Streams events with KV parameters, whole and cut into small parts."""
@@ -75,7 +75,7 @@ def _pieces(size: int) -> Callable[[bytes], tuple[bytes | float, ...]]:
     "relay",
     sends="a stream that is cut at every byte",
     expects="the client gets the same texts in the same order, and `[DONE]`",
-    profiles=ALL,
+    profiles=EVERY,
 )
 async def check_relay(trial: Trial) -> None:
     """Streams whole, in two parts at odd places, and byte by byte."""
@@ -103,7 +103,7 @@ def _texts(reply: Reply) -> list[str]:
     "pace",
     sends="a stream that pauses for a second after its first event",
     expects="the client gets the first event within half a second",
-    profiles=ALL,
+    profiles=EVERY,
 )
 async def check_pace(trial: Trial) -> None:
     """Looks whether a stream is held back."""
@@ -130,7 +130,7 @@ def _after_first_event(text: bytes) -> tuple[bytes | float, ...]:
     "cut-stream",
     sends="a decode stream that ends without `[DONE]`, with its connection closed or not",
     expects="the client's stream does not end with `[DONE]` alone: it is cut, or has an error event",
-    profiles=ALL,
+    profiles=EVERY,
     isolated=True,
 )
 async def check_cut_stream(trial: Trial) -> None:

@@ -4,7 +4,9 @@ from typing import Any, Final
 
 from kvparams_conformance.checks import Checks, expect
 from kvparams_conformance.proxy_checks.helpers import (
+    AGGREGATED,
     BOOTSTRAP,
+    CONTENT,
     NIXL,
     STORE,
     WITH_RESULT,
@@ -71,7 +73,7 @@ async def _expect_stripped(trial: Trial, **members: Any) -> None:
     "kv-transfer-params",
     sends="a request with `kv_transfer_params` of the client's own",
     expects="no leg has anything of it",
-    profiles=WITH_RESULT,
+    profiles=(*WITH_RESULT, CONTENT, AGGREGATED),
 )
 async def check_kv_transfer_params(trial: Trial) -> None:
     """Sends native keys and a document of the client's own."""
@@ -84,7 +86,7 @@ async def check_kv_transfer_params(trial: Trial) -> None:
     "bootstrap-members",
     sends="a request with `bootstrap_host`, `bootstrap_port` and `bootstrap_room`",
     expects="no leg has any of these values",
-    profiles=(STORE, BOOTSTRAP),
+    profiles=(STORE, BOOTSTRAP, CONTENT, AGGREGATED),
 )
 async def check_bootstrap_members(trial: Trial) -> None:
     """Sends SGLang's members for the meeting place."""
@@ -96,7 +98,7 @@ async def check_bootstrap_members(trial: Trial) -> None:
     "sglang-members",
     sends="a request with members by which SGLang chooses ranks, sessions and ids",
     expects="no leg has any of them",
-    profiles=(STORE, BOOTSTRAP),
+    profiles=(STORE, BOOTSTRAP, CONTENT, AGGREGATED),
 )
 async def check_sglang_members(trial: Trial) -> None:
     """Sends the other members that SGLang reads."""
@@ -108,7 +110,7 @@ async def check_sglang_members(trial: Trial) -> None:
     "vllm-members",
     sends="a request with members that vLLM takes from proxies alone",
     expects="no leg has any of them",
-    profiles=WITH_RESULT,
+    profiles=(*WITH_RESULT, CONTENT, AGGREGATED),
 )
 async def check_vllm_members(trial: Trial) -> None:
     """Sends the other members that vLLM reads."""
@@ -192,7 +194,7 @@ async def check_media_hashes(trial: Trial) -> None:
     "request-id",
     sends="`X-Request-Id` with an address, with odd characters, or too long",
     expects="each leg has another id",
-    profiles=WITH_RESULT,
+    profiles=(*WITH_RESULT, CONTENT, AGGREGATED),
 )
 async def check_request_id(trial: Trial) -> None:
     """Sends ids in which an engine looks for an address, or that no log can hold."""
@@ -235,7 +237,7 @@ async def check_headers(trial: Trial) -> None:
     "steering-headers",
     sends="`X-data-parallel-rank`",
     expects="no leg has it",
-    profiles=(NIXL, BOOTSTRAP),
+    profiles=(NIXL, BOOTSTRAP, CONTENT, AGGREGATED),
 )
 async def check_steering_headers(trial: Trial) -> None:
     """Sends the header by which vLLM and SGLang choose a rank."""

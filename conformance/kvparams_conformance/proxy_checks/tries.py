@@ -2,10 +2,10 @@
 
 from typing import Any, Final
 
-from kvparams_conformance.answers import decode_answer, prefill_answer
+from kvparams_conformance.answers import prefill_answer
 from kvparams_conformance.checks import Checks, expect
 from kvparams_conformance.conversation import Conversation, ScriptedAnswer, SeenLeg
-from kvparams_conformance.proxy_checks.helpers import DOCUMENT, NIXL, expect_answered
+from kvparams_conformance.proxy_checks.helpers import DOCUMENT, NIXL, expect_answered, failing_once
 from kvparams_conformance.raw_json import dig
 from kvparams_conformance.site import Trial
 
@@ -14,19 +14,7 @@ __all__ = ["CHECKS"]
 CHECKS: Final = Checks()
 _PAUSE_S: Final = 0.4
 _BUSY: Final = ScriptedAnswer(503, b'{"error":{"message":"busy"}}')
-
-
-def _decode_failing_once(trial: Trial, fault: ScriptedAnswer | None, **changes: Any) -> Conversation:
-    carrier = trial.site.under.carrier
-
-    def prefill(leg: SeenLeg) -> ScriptedAnswer:
-        return prefill_answer(carrier, talk, leg, **changes)
-
-    def decode(leg: SeenLeg) -> ScriptedAnswer:
-        return fault if fault is not None and len(talk.decodes) == 1 else decode_answer(leg)
-
-    talk = trial.talk(prefill, decode)
-    return talk
+_LATE: Final = ScriptedAnswer(503, b"{}", wait_s=_PAUSE_S)
 
 
 @CHECKS.add(
@@ -39,8 +27,7 @@ def _decode_failing_once(trial: Trial, fault: ScriptedAnswer | None, **changes: 
 )
 async def check_next_try(trial: Trial) -> None:
     """Compares the documents of two tries."""
-    carrier = trial.site.under.carrier
-    talk = trial.talk(lambda leg: _BUSY if len(talk.prefills) == 1 else prefill_answer(carrier, talk, leg))
+    talk = failing_once(trial, _BUSY)
     expect_answered(talk, await trial.ask(talk))
     expect(len(talk.prefills) >= 2, "no second prefill leg was sent")
     _expect_next(talk.prefills[0], talk.prefills[1])
@@ -56,7 +43,7 @@ async def check_next_try(trial: Trial) -> None:
 )
 async def check_no_gap(trial: Trial) -> None:
     """Lets a try end of which nothing can be used, and looks at the number of the next one."""
-    talk = _decode_failing_once(trial, ScriptedAnswer(503, b"{}", wait_s=_PAUSE_S), lease={"ttl_ms": 200})
+    talk = failing_once(trial, _LATE, "decode", lease={"ttl_ms": 200})
     await trial.ask(talk)
     told = [dig(leg.document, "transfer", "attempt") for leg in talk.legs]
     found = list(dict.fromkeys(told))
@@ -82,7 +69,7 @@ def _expect_next(first: SeenLeg, second: SeenLeg) -> None:
 )
 async def check_claimed_transfer(trial: Trial) -> None:
     """Compares the transfers of two decode legs."""
-    talk = _decode_failing_once(trial, _BUSY)
+    talk = failing_once(trial, _BUSY, "decode")
     await trial.ask(talk)
     ids = [leg.transfer_id for leg in talk.decodes]
     expect(ids, "no decode leg was sent")
@@ -99,7 +86,7 @@ async def check_claimed_transfer(trial: Trial) -> None:
 )
 async def check_claimed_blocks(trial: Trial) -> None:
     """Compares the native keys of two decode legs."""
-    talk = _decode_failing_once(trial, _BUSY)
+    talk = failing_once(trial, _BUSY, "decode")
     await trial.ask(talk)
     ids = [str(leg.carrier.get("remote_request_id")) for leg in talk.decodes if leg.carrier.get("remote_request_id")]
     expect(len(ids) == len(set(ids)), f"{len(ids)} decode legs were sent for {len(set(ids))} sets of blocks")
@@ -115,7 +102,7 @@ async def check_claimed_blocks(trial: Trial) -> None:
 )
 async def check_rest_of_lease(trial: Trial) -> None:
     """Compares what two decode legs are told of one lease."""
-    talk = _decode_failing_once(trial, ScriptedAnswer(503, b"{}", wait_s=_PAUSE_S))
+    talk = failing_once(trial, _LATE, "decode")
     await trial.ask(talk)
     expect(talk.decodes, "no decode leg was sent")
     told = [dig(leg.document, "lease", "ttl_ms") for leg in talk.decodes]
@@ -136,7 +123,7 @@ async def check_rest_of_lease(trial: Trial) -> None:
 )
 async def check_lease_over(trial: Trial) -> None:
     """Looks for KV that was handed on after its lease."""
-    talk = _decode_failing_once(trial, ScriptedAnswer(503, b"{}", wait_s=_PAUSE_S), lease={"ttl_ms": 200})
+    talk = failing_once(trial, _LATE, "decode", lease={"ttl_ms": 200})
     await trial.ask(talk)
     expect(talk.decodes, "no decode leg was sent")
     keys = [str(leg.document.get("load_keys")) for leg in talk.decodes if leg.document.get("load_keys")]
@@ -153,10 +140,16 @@ async def check_lease_over(trial: Trial) -> None:
 async def check_rounding(trial: Trial) -> None:
     """Answers with the bounds of a lease."""
     for given in (1, 2, 86_400_000):
-        talk = _decode_failing_once(trial, None, lease={"ttl_ms": given})
+        talk = _with_lease(trial, given)
         await trial.ask(talk)
         for leg in talk.decodes:
             told = dig(leg.document, "lease", "ttl_ms")
             expect(type(told) is int and 1 <= told <= given, f"decode was told `ttl_ms` {told!r} of a lease of {given}")
         if given > 2:
             expect(talk.decodes, "no decode leg was sent")
+
+
+def _with_lease(trial: Trial, ttl_ms: int) -> Conversation:
+    carrier = trial.site.under.carrier
+    talk = trial.talk(lambda leg: prefill_answer(carrier, talk, leg, lease={"ttl_ms": ttl_ms}))
+    return talk

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from kvparams import parse
 from kvparams.params import Endpoint
 from kvparams_connectors.engines.vllm.connector_metadata import ConnectorMetadata, SaveSpec
 from kvparams_connectors.engines.vllm.connector_metadata import TokenSequence as Tokens
@@ -28,6 +29,13 @@ from tests.support.waiting import wait_until
 _SOON_S = 0.02
 _WAIT_S = 0.5
 _LONG_S = 20.0
+_DECODE: dict[str, object] = {
+    "version": "1.0",
+    "request_id": "r",
+    "transfer": {"id": "t", "attempt": 1},
+    "phase": "decode",
+    "mode": "store",
+}
 T = TypeVar("T")
 
 
@@ -78,6 +86,38 @@ def test_a_load_of_less_than_a_block_is_left_out_and_counted_once_a_request() ->
         for _ in range(2):  # vLLM may ask again
             assert book.get_matched_tokens(name, local, [1] * 20, 0) == offer
     assert book.counts["loads_small"] == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "asked", "keys", "offer"),
+    [
+        ("fail", None, "promised", 19),  # vLLM's own policy
+        ("fail", "fail", "promised", 19),
+        ("fail", "fail", "foreign", 19),
+        ("fail", None, "foreign", 12),
+        ("fail", "recompute", "promised", 12),
+        ("fail", "recompute", "foreign", 12),
+        ("recompute", "recompute", "promised", 12),
+        ("recompute", "fail", "promised", 12),  # the middleware refuses it
+    ],
+)
+def test_promised_kv_that_is_gone_fails_the_request_only_where_the_document_lets_it(
+    policy: str, asked: str | None, keys: str, offer: int
+) -> None:
+    """Tokens that are offered and not stored make vLLM fail the request."""
+    search, prompt = _Slow(_SOON_S), [1] * 20
+    rules = SchedulerOptions(
+        page_tokens=6, loads=True, saves=True, fails_on_load_error=policy == "fail", promise_s=0.01, wait_s=_LONG_S
+    )
+    book = SchedulerState(search, rules, Endpoint(id="E"))
+    plan = search.plan(prompt, None, ())
+    told = plan.promised_keys(()) if keys == "promised" else ("agreed.by.nobody",)
+    members = {"load_keys": told, "on_load_failure": asked}
+    params = parse({**_DECODE, **{name: value for name, value in members.items() if value is not None}})
+    book.add_request("r", prompt, RequestParams(params, None))
+    found: list[int | None] = []
+    wait_until(lambda: found.append(book.get_matched_tokens("r", 0, prompt, 0)) or found[-1] is not None, _LONG_S)
+    assert found[-1] == offer
 
 
 def test_a_step_waits_once_for_all_its_requests() -> None:

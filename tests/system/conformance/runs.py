@@ -21,5 +21,7 @@ RUNS: Final = {
     "two_workers": Run("store-proxy", f"--connector store --workers 2 {ENGINES}"),
     "nixl": Run("nixl-proxy", f"--connector nixl {ENGINES}"),
     "bootstrap": Run("bootstrap-proxy", f"--connector sglang --mode concurrent_legs {_BOOTSTRAP} {ENGINES}"),
+    "content": Run("content-proxy", f"--connector content {ENGINES}"),
+    "aggregated": Run("aggregated-proxy", "--mode aggregated --aggregated {decode0} --aggregated {decode1}"),
     "signed": Run("signed", f"--connector store --sign-with {{keys}} --audience {{audience}} {ENGINES}"),
 }

@@ -14,6 +14,16 @@ def test_a_requirement_is_explained_with_its_checks(capsys: pytest.CaptureFixtur
     assert "12.1/nested (store-proxy)" in said
 
 
+@pytest.mark.parametrize(("subject", "number"), [("translator", "15.4"), ("events-reader", "14.12")])
+def test_requirements_of_readers_are_explained(subject: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", subject, "--explain", number]) == 0
+    said = capsys.readouterr().out
+    assert f"profiles: {subject}\n" in said
+    assert f"{number}/" in said
+    assert main(["conformance", subject, "--list", "--only", number]) == 0
+    assert capsys.readouterr().out.startswith(f"{number}/")
+
+
 def test_the_checks_of_a_profile_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["conformance", "proxy", "--profile", "signed", "--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -36,6 +46,9 @@ def test_the_checks_of_a_profile_are_listed(capsys: pytest.CaptureFixture[str]) 
         (["engine"], "give the URL of the engine"),
         (["engine", "http://127.0.0.1:9"], "is the engine up?"),
         (["store"], "give the URL of the store"),
+        (["translator"], "give --start COMMAND"),
+        (["events-reader", "--start", "x", "--only", "15.1"], "no check has this profile and this --only"),
+        (["translator", "--profile", "events-reader", "--start", "x"], "there is no profile 'events-reader' for trans"),
     ],
 )
 def test_wrong_use_is_one_line_and_status_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

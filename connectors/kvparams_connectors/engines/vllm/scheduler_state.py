@@ -296,7 +296,7 @@ class SchedulerState:
                 # Where promises are broken, by a store that is full for one, the next are not waited for so long.
                 self._promise_s = self._rules.promise_s if kept else max(self._promise_s / 4, _LEAST_PROMISE_S)
                 entry.patient_until = None
-            return max(hit.tokens, promised) if self._rules.fails_on_load_error else hit.tokens
+            return max(hit.tokens, promised) if self._fails(entry) else hit.tokens
         if entry.lookup is None and self._clock() >= entry.again_at:
             entry.again_at = self._clock() + _AGAIN_S
             entry.lookup = self._search.look_up(plan)
@@ -319,7 +319,18 @@ class SchedulerState:
         params = entry.request_params.params
         if params is None or not entry.request_params.is_decode or not params.load_keys:
             return 0
-        return plan.promised(params.load_keys)
+        promised = plan.promised(params.load_keys)
+        if not promised and plan.pages and params.on_load_failure == "fail":
+            return plan.pages[-1].end  # keys of somebody else's making stand for KV that is not here
+        return promised
+
+    def _fails(self, entry: RequestState) -> bool:
+        """Returns whether the request fails where promised KV is not stored: the document may ask to recompute it.
+
+        What was found and cannot be read later on is for vLLM's policy alone, which is one for all requests.
+        """
+        params = entry.request_params.params
+        return self._rules.fails_on_load_error and (params is None or params.on_load_failure != "recompute")
 
     def _worth(self, entry: RequestState, start: int, end: int) -> bool:
         """Returns whether to load the tokens [start, end). One of the two counters says so where not, once a request.

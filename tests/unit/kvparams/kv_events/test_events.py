@@ -76,6 +76,16 @@ def test_every_message_is_read_as_the_vector_says(case: Case) -> None:
     assert [{"path": list(one.path), "kind": one.kind} for one in caught.value.problems] == case["problems"]
 
 
+@pytest.mark.parametrize("first", [1, {}, [], "text", [1.5]])
+def test_what_is_no_batch_and_more_than_one_value_is_no_value(first: object) -> None:
+    """Spec-mandated, 1.0#14.1: what stands behind the first value is judged before what that value is."""
+    payload = msgspec.msgpack.encode(first)
+    for told, kind in ((payload, "missing" if isinstance(first, list) else "type"), (payload + b"\xc0", "value")):
+        with pytest.raises(InvalidEvents) as caught:
+            decode_msgpack(told, SOURCE)
+        assert [(one.path, one.kind) for one in caught.value.problems] == [((), kind)]
+
+
 def test_every_medium_with_a_name_is_known() -> None:
     """Spec-mandated, 1.0#14.5: whatever the case of its letters."""
     for name, medium in MEDIA.items():
