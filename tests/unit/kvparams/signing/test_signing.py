@@ -344,7 +344,7 @@ def test_each_part_of_a_request_may_use_it_once() -> None:
     capacity=st.integers(1, 8),
 )
 def test_a_bounded_window_never_lets_anything_in_twice(uses: list[tuple[int, int, int]], capacity: int) -> None:
-    """Against one that never forgets: whatever the order, the times and the room, a use is new or it is refused."""
+    """Spec-mandated, 1.0#13.9, against one that never forgets: in any order, time and room a use is new or refused."""
     window = ReplayWindow(0, capacity)
     ever: set[str] = set()
     now = 100
