@@ -28,7 +28,7 @@ def score(peer: Peer) -> dict[str, Any]:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         keys = write_signing_keys(Path(folder) / "keys.json")
-        under = Under(carrier_of(peer.profile), command=peer.command, keys=keys, start_s=30.0)
+        under = Under(carrier_of(peer.profile), command=peer.command, keys=keys, start_s=60.0)
         results = asyncio.run(run_proxy_checks(checks, under))
     made = make_report(
         "proxy", peer.shown, (peer.profile,), results, load_specification(), time.monotonic() - begun
