@@ -53,7 +53,7 @@ _KEYS_S: Final = 1.0
 def describe_proxy(settings: Settings) -> dict[str, object]:
     """Returns what this proxy says of itself to the others of its site."""
     mark = mark_of_models(settings.models)
-    return {"version": __version__, "policy": settings.policy} | ({"models": mark} if mark else {})
+    return {"version": __version__, "policy": settings.policy, **({"models": mark} if mark else {})}
 
 
 def switch_modes(settings: Settings, modes: ActiveModes, source: str, wanted: Sequence[ManagerMode]) -> None:
