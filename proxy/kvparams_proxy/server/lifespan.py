@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from starlette.applications import Starlette
 
 from kvparams.instances import Instance, Role
+from kvparams.routing.policies.media_affinity import MediaAffinity
 from kvparams.routing.retries import RetryBudget
-from kvparams.version import __version__
-from kvparams_proxy.config.model_parsing import mark_of_models
 from kvparams_proxy.config.settings import Settings
 from kvparams_proxy.coordination.exchange_gauges import ExchangeGauges
 from kvparams_proxy.coordination.fleet_sync import FleetSync
@@ -44,8 +43,8 @@ from kvparams_proxy.server.app_plugins import AppPlugins
 from kvparams_proxy.server.direct_path import DIRECT_ENDPOINTS_KEY
 from kvparams_proxy.server.draining import DrainState
 from kvparams_proxy.server.lifespan_helpers import (
+    describe_proxy,
     id_maker,
-    make_fleet,
     open_decode_picker,
     open_event_consumer,
     reload_on_change,
@@ -190,7 +189,7 @@ def _open_parts(
     clock = StallAwareClock(loop)
     stack.callback(clock.close)
     prefixes = plugins.make_prefix_cache(loop.time)
-    fleet = make_fleet(loop, settings, plugins, prefixes)
+    fleet = _make_fleet(loop, settings, plugins, prefixes)
     sync = _open_sync(stack, loop, settings, fleet, prefixes)
     registry = Registry(
         fleet,
@@ -247,6 +246,28 @@ def _open_parts(
     )
 
 
+def _make_fleet(
+    loop: asyncio.AbstractEventLoop, settings: Settings, plugins: AppPlugins, prefixes: "PrefixCacheModel | None"
+) -> Fleet:
+    """Makes the fleet, without instances: the registry adds them."""
+    roles = [role for role in Role if role is not Role.ENCODE]
+    fleet = Fleet(
+        (),
+        {**{role: plugins.policy() for role in roles}, Role.ENCODE: MediaAffinity()},
+        loop.time,
+        loop.call_later,
+        limits=settings.limits,
+        queue=settings.queue,
+        breaker=settings.breaker,
+        slow_start_s=settings.slow_start_s,
+        prefixes=prefixes,
+        models=plugins.models,
+        model_policies={role: {name: make() for name, make in plugins.model_policies.items()} for role in roles},
+    )
+    plugins.modes.set_change_listener(fleet.set_needed_roles)
+    return fleet
+
+
 def _open_sync(
     stack: AsyncExitStack,
     loop: asyncio.AbstractEventLoop,
@@ -257,8 +278,7 @@ def _open_sync(
     """Makes what shares the fleet with other proxies, where there are any."""
     if settings.sharing is None:
         return None
-    sync = FleetSync(loop, fleet, prefixes, settings.sharing, {"version": __version__, "policy": settings.policy})
-    sync.describe_models(mark_of_models(settings.models))
+    sync = FleetSync(loop, fleet, prefixes, settings.sharing, describe_proxy(settings))
     stack.push_async_callback(sync.close)
     return sync
 

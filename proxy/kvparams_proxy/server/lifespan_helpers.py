@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvparams.instances import Instance, Role
 from kvparams.routing.managers.mode_selector import ManagerMode
 from kvparams.routing.model_settings import ModelSettings, with_policies_of
-from kvparams.routing.policies.media_affinity import MediaAffinity
+from kvparams.version import __version__
 from kvparams_proxy.checks.startup_check import StartupCheck
 from kvparams_proxy.config.model_parsing import mark_of_models
 from kvparams_proxy.config.settings import DEFAULT_MODES, Settings
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from kvparams_proxy.fleet.prefix_cache_model import PrefixCacheModel
 
 __all__ = [
+    "describe_proxy",
     "id_maker",
-    "make_fleet",
     "open_decode_picker",
     "open_event_consumer",
     "reload_on_change",
@@ -50,27 +50,10 @@ _KEYS_S: Final = 1.0
 """How often files of keys are looked at."""
 
 
-def make_fleet(
-    loop: asyncio.AbstractEventLoop, settings: Settings, plugins: AppPlugins, prefixes: "PrefixCacheModel | None"
-) -> Fleet:
-    """Makes the fleet, without instances: the registry adds them."""
-    roles = [role for role in Role if role is not Role.ENCODE]
-    own = {role: {name: policy() for name, policy in plugins.model_policies.items()} for role in roles}
-    fleet = Fleet(
-        (),
-        {**{role: plugins.policy() for role in roles}, Role.ENCODE: MediaAffinity()},
-        loop.time,
-        loop.call_later,
-        limits=settings.limits,
-        queue=settings.queue,
-        breaker=settings.breaker,
-        slow_start_s=settings.slow_start_s,
-        prefixes=prefixes,
-        models=plugins.models,
-        model_policies=own,
-    )
-    plugins.modes.set_change_listener(fleet.set_needed_roles)
-    return fleet
+def describe_proxy(settings: Settings) -> dict[str, object]:
+    """Returns what this proxy says of itself to the others of its site."""
+    mark = mark_of_models(settings.models)
+    return {"version": __version__, "policy": settings.policy, **({"models": mark} if mark else {})}
 
 
 def switch_modes(settings: Settings, modes: ActiveModes, source: str, wanted: Sequence[ManagerMode]) -> None:

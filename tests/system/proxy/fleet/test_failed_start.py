@@ -104,7 +104,7 @@ STEPS = (
 LATER = {"UpstreamConnectionPool"}
 """What is made when an engine joins; it holds nothing at the start."""
 
-HELPERS = {"EncodingLog", "MediaAffinity", "id_maker", "reload_on_change", "role_alone"}
+HELPERS = {"EncodingLog", "MediaAffinity", "describe_proxy", "id_maker", "reload_on_change", "role_alone"}
 """What opens nothing."""
 
 

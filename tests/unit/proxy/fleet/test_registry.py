@@ -436,7 +436,7 @@ def test_very_many_problems_are_counted() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "text", "5"])
 def test_a_file_that_is_no_object_is_refused(text: str) -> None:
-    assert "must be an object with proxy, roles, defaults, modes, instances" in problems_of(text)[0]
+    assert "must be an object with proxy, roles, defaults, modes, models, instances" in problems_of(text)[0]
 
 
 def test_a_role_is_found_by_labels_and_by_nothing_else() -> None:
