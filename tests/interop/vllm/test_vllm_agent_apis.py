@@ -75,103 +75,7 @@ def pair(
         yield start_pair(processes, thinking_model, request.param, prefill, decode, *_FLAGS)
 
 
-def _text(chance: random.Random, most: int = 200) -> str:
-    return " ".join(chance.choices(_WORDS, k=chance.randrange(40, most)))
-
-
-def _messages_body(chance: random.Random, number: int) -> dict[str, Any]:
-    """A request as agents send them: turns, tools and their results, thinking, forms."""
-    body: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
-    turns: list[dict[str, Any]] = [{"role": "user", "content": _text(chance)}]
-    if number % 3 == 1:
-        thought = {"type": "thinking", "thinking": _text(chance, 60), "signature": "s"}
-        called = {"type": "tool_use", "id": "t1", "name": "forecast", "input": {"days": 2}}
-        result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": _text(chance, 60)}]}
-        turns += [
-            {"role": "assistant", "content": [thought, {"type": "text", "text": "Let me see."}, called]},
-            {"role": "user", "content": [result, {"type": "text", "text": "And now?"}]},
-        ]
-    if number % 4 == 1:
-        body["system"] = [{"type": "text", "text": _text(chance, 60), "cache_control": {"type": "ephemeral"}}]
-    if number % 5 == 2:
-        body["tools"] = [{"name": "forecast", "description": "of the weather", "input_schema": _TOOL}]
-        body["tool_choice"] = {"type": chance.choice(("auto", "any", "none"))}
-    elif number % 5 == 3:
-        body["output_config"] = {"format": _FORM}
-    elif number % 5 == 4:
-        body |= {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 1100, "stop_sequences": [" "]}
-    return {**body, "messages": turns}
-
-
-def _responses_body(chance: random.Random, number: int) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": "tiny", "max_output_tokens": 12, "temperature": 0, "input": _text(chance)}
-    if number % 3 == 1:
-        body["input"] = [
-            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": _text(chance)}]},
-            {"type": "function_call", "call_id": "c1", "name": "forecast", "arguments": '{"days":2}'},
-            {"type": "function_call_output", "call_id": "c1", "output": _text(chance, 60)},
-            {"type": "message", "role": "user", "content": "And now?"},
-        ]
-    if number % 4 == 1:
-        body["instructions"] = _text(chance, 60)
-    if number % 5 == 2:
-        body["tools"] = [{"type": "function", "name": "forecast", "parameters": _TOOL}]
-        body["tool_choice"] = chance.choice(("auto", "required", {"type": "function", "name": "forecast"}))
-    elif number % 5 == 3:
-        body["text"] = {"format": {**_FORM, "name": "forecast"}}
-    elif number % 5 == 4:
-        body["reasoning"] = {"effort": "low"}
-    return body
-
-
-_MAKERS: Final = {"/v1/messages": _messages_body, "/v1/responses": _responses_body}
-_OWN: Final = ("id", "call_id", "item_id", "signature", "created_at", "usage", "cache_salt")
-
-
-def _plain(value: Any) -> Any:
-    """An answer without what differs between two of them."""
-    if isinstance(value, dict):
-        members = cast("dict[str, Any]", value)
-        return {name: _plain(each) for name, each in members.items() if name not in _OWN}
-    return [_plain(each) for each in cast("list[Any]", value)] if isinstance(value, list) else value
-
-
-def _told(response: httpx.Response, *, stream: bool) -> tuple[Any, dict[str, Any]]:
-    """What an answer says, and its usage. Of a stream, deltas are put together: engines send several tokens at once."""
-    assert response.status_code == 200, response.text
-    if not stream:
-        document = response.json()
-        return _plain(document), document["usage"]
-    texts: dict[str, str] = {}
-    order: list[str] = []
-    usage: dict[str, Any] = {}
-    for block in response.text.strip().split("\n\n"):
-        name, _, data = block.partition("\ndata: ")
-        event = json.loads(data)
-        assert name == f"event: {event['type']}"
-        delta = event.get("delta")
-        if isinstance(delta, str):
-            texts[event["type"]] = texts.get(event["type"], "") + delta
-        elif event["type"] == "content_block_delta":
-            kind = f"{event['index']} {delta['type']}"
-            texts[kind] = texts.get(kind, "") + str(
-                next((said for name, said in delta.items() if name not in ("type", "signature")), "")
-            )
-        if not order or order[-1] != event["type"]:
-            order.append(event["type"])
-        usage = event.get("usage") or (event.get("response") or {}).get("usage") or usage
-    return [order, {kind: text for kind, text in texts.items() if "signature" not in kind}], usage
-
-
-def _prompt_counts(usage: dict[str, Any]) -> tuple[int, int]:
-    """The tokens of the prompt, and those that were cached."""
-    if "input_tokens_details" in usage:
-        return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
-    read, made = usage.get("cache_read_input_tokens") or 0, usage.get("cache_creation_input_tokens") or 0
-    return usage["input_tokens"] + read + made, read
-
-
-@pytest.mark.parametrize("path", _MAKERS)
+@pytest.mark.parametrize("path", MAKERS)
 def test_conversations_are_those_of_one_engine(
     pair: Pair,
     alone: Server,
@@ -179,25 +83,48 @@ def test_conversations_are_those_of_one_engine(
     effort: Callable[[int, int], int],
     record: Callable[[dict[str, object]], None],
 ) -> None:
-    """Each prompt is new to all engines; decode computes one token of it, or with a store what is behind its pages."""
-    count = effort(15, 200)
+    """Decode computes one token of each prompt, the rest of which comes from prefill or its own cache of earlier turns.
+
+    What is told of the cache is what prefill had in it.
+    """
+    count = effort(6, 200)
     chance, salt = random.Random(7), token_hex(8)  # the engine alone has seen these prompts for another pair
-    before, total = external(pair.decode), 0
     different: list[str] = []
+    seen: Counter[str] = Counter()
+    streamed = 0
+    engines = pair.prefill, pair.decode
+    before = [prompt_sources(engine) for engine in engines]
+    begun = before[1]
     with httpx.Client(timeout=ANSWER_S) as client:
         for number in range(count):
-            stream = number % 2 == 1
-            body = {**_MAKERS[path](chance, number), "stream": stream, "cache_salt": f"{salt} {number}"}
-            right, split = (
-                _told(client.post(server.url + path, json=body), stream=stream) for server in (alone, pair.proxy)
-            )
-            if right[0] != split[0] or _prompt_counts(right[1]) != _prompt_counts(split[1]):
-                different.append(f"{body}: {split} instead of {right}")
-            total += _prompt_counts(right[1])[0]
+            body = {**MAKERS[path](chance, number), "cache_salt": f"{salt} {number}"}
+            for turn in range(1 + number % 3):
+                asked = {**body, "stream": (number + turn) % 2 == 1}
+                right, split = (
+                    read_answer(client.post(server.url + path, json=asked), stream=asked["stream"])
+                    for server in (alone, pair.proxy)
+                )
+                if right.told != split.told or right.prompt_tokens != split.prompt_tokens:
+                    different.append(f"{asked}: {split} instead of {right}")
+                    break
+                after = [_counted(engine, each, right.prompt_tokens) for engine, each in zip(engines, before, strict=True)]
+                found, _ = (now - then for now, then in zip(after, before, strict=True))
+                assert split.cached_tokens == right.prompt_tokens - found["local_compute"], (asked, found)
+                seen.update({"turns": 1, "cached": split.cached_tokens, "prompt": right.prompt_tokens, **split.kinds})
+                streamed += asked["stream"]
+                before = after
+                body = next_turn(path, body, right, text(chance, 60))
     assert not different, "\n\n".join(different[:3])
-    loaded = external(pair.decode) - before
-    record({"path": path, "conversations": count, "different": 0, "prompt_tokens": total, "loaded": loaded})
-    assert total - count <= loaded <= total, f"decode loaded {loaded} of {total} tokens of {count} prompts"
+    sources = prompt_sources(pair.decode) - begun
+    record({"path": path, "conversations": count, "different": 0, "streamed": streamed, **seen, "decode": dict(sources)})
+    assert sources["local_compute"] == seen["turns"], sources
+    assert seen["cached"] > 0
+
+
+def _counted(engine: Server, before: Counter[str], tokens: int) -> Counter[str]:
+    """Returns where an engine had prompts from, once it has counted so many more tokens of them."""
+    until(lambda: prompt_sources(engine).total() >= before.total() + tokens, pause_s=0.01)
+    return prompt_sources(engine)
 
 
 @pytest.mark.parametrize("path", _MAKERS)
