@@ -51,7 +51,7 @@ def _usage(api: str, tokens: int, cached: int) -> dict[str, Any]:
     if api == "messages":
         counts = {"input_tokens": 100 - cached, "output_tokens": tokens}
         return {**counts, "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached}
-    details = {"cached_tokens": cached, "input_tokens_per_turn": [], "cached_tokens_per_turn": []}
+    details: dict[str, Any] = {"cached_tokens": cached, "input_tokens_per_turn": [], "cached_tokens_per_turn": []}
     counts = {"input_tokens": 100, "output_tokens": tokens, "total_tokens": 100 + tokens}
     return {**counts, "input_tokens_details": details, "output_tokens_details": {"reasoning_tokens": 0}}
 
@@ -84,6 +84,7 @@ def _events(api: str, tokens: int) -> list[bytes]:
         chunks: list[dict[str, Any]] = [{**head, "choices": choice} for choice in choices]
         chunks.append({**head, "choices": [], "usage": whole["usage"]})
         return [*(b"data: %b\n\n" % _json(chunk) for chunk in chunks), b"data: [DONE]\n\n"]
+    begun: dict[str, Any]
     if api == "messages":
         begun = {**whole, "content": [], "stop_reason": None, "usage": {"input_tokens": 100, "output_tokens": 0}}
         named: list[tuple[str, dict[str, Any]]] = [
