@@ -82,9 +82,10 @@ def test_conversations_are_those_of_one_engine(
     effort: Callable[[int, int], int],
     record: Callable[[dict[str, object]], None],
 ) -> None:
-    """Decode computes one token of each prompt, the rest of which comes from prefill or its own cache of earlier turns.
+    """Decode computes at most one token of each prompt: the rest is prefill's, or in its own cache of earlier turns.
 
-    What is told of the cache is what prefill had in it.
+    What is told of the cache is what prefill had in it. vLLM 0.32.0 counts none as computed where NIXL fetches all of
+    a prompt, though its last token runs once more.
     """
     count = effort(6, 200)
     chance, salt = random.Random(7), token_hex(8)  # the engine alone has seen these prompts for another pair
@@ -121,7 +122,8 @@ def test_conversations_are_those_of_one_engine(
     record(
         {"path": path, "conversations": count, "different": 0, "streamed": streamed, **seen, "decode": dict(sources)}
     )
-    assert sources["local_compute"] == seen["turns"], sources
+    assert sources["local_compute"] <= seen["turns"], sources
+    assert sources["external_kv_transfer"] > 0
     assert seen["cached"] > 0
 
 
