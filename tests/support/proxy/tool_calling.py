@@ -1,4 +1,4 @@
-"""Plays engines that call a tool once and then answer with its result, in each API that agents speak."""
+"""Provides engines that call a tool once and then answer with its result, in each API that agents speak."""
 
 import asyncio
 import json

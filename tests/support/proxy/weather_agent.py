@@ -1,4 +1,4 @@
-"""Agents of Pydantic AI, as in its documentation: `python -m tests.support.proxy.weather_agent MODEL...`.
+"""Runs agents of Pydantic AI, as in its documentation: `python -m tests.support.proxy.weather_agent MODEL...`.
 
 Where the models are, and the keys, stand in the environment. Each is asked a question twice, the second time with
 streams; what is heard is written as a line of JSON each time.
