@@ -334,9 +334,10 @@ def _string_end(raw: bytes, at: int) -> int:
 
 def _key(raw: bytes, start: int, end: int) -> str:
     text = raw[start + 1 : end - 1]
-    if b"\\" in text:
-        return str(from_json(raw[start:end]))
-    return text.decode()
+    try:
+        return str(from_json(raw[start:end])) if b"\\" in text else text.decode()
+    except ValueError as error:
+        raise JSONTextError("a key is no text: half of a surrogate pair, or no UTF-8") from error
 
 
 def _kind(document: object) -> str:

@@ -5,7 +5,7 @@ there in full, within a bound.
 """
 
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Final, cast
 
 from pydantic_core import to_json
@@ -142,7 +142,7 @@ def _check_params(receiver: AbridgedObjectReceiver) -> None:
 
 
 class _EngineResponseReceiver(AbridgedObjectReceiver):
-    """Receives a long answer."""
+    """Receives a long answer. A member that stands twice is refused: only one of them would be corrected."""
 
     __slots__ = ()
 
@@ -157,8 +157,18 @@ class _EngineResponseReceiver(AbridgedObjectReceiver):
             needed |= {form.content}
         super().__init__(needed, special)
 
+    def on_members(self, members: dict[str, object]) -> None:
+        """See `Receiver.on_members`."""
+        self._require_new(members)
+        super().on_members(members)
+
+    def _require_new(self, names: Iterable[str]) -> None:
+        if not self.document.keys().isdisjoint(names):
+            raise JSONTextError("a member stands twice in it")
+
     def on_nested(self, name: str | None, opening: int) -> Receiver | None:
         """See `Receiver.on_nested`."""
+        self._require_new((cast("str", name),))
         if name in _PARAMS and opening == OPEN_OBJECT:
             built = TreeBuilder(opening, _MOST_VALUES)
             self.document[name] = built.value

@@ -6,10 +6,11 @@ The engines are real ones, which report what is in flight and how much of their 
 import asyncio
 import json
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -27,17 +28,48 @@ DROPS = replace(WAYS[0], name="prefill_then_decode, store-drop", connector="stor
 TRIED = (*WAYS[:1], DROPS, *(pytest.param(way, marks=pytest.mark.soak) for way in WAYS[1:]))
 
 
-async def leave(port: int, phase: str, number: int, draw: random.Random) -> None:
+class Endpoint(NamedTuple):
+    """An `Endpoint` is one of those whose work is split."""
+
+    path: str
+    last: bytes = b"[DONE]"
+    """Occurs in the last event of a stream, and in none before it."""
+
+    def body(self, prompt: str, tokens: int) -> dict[str, Any]:
+        """Returns a request for an answer of so many tokens."""
+        chat = {"messages": [{"role": "user", "content": prompt}]}
+        match self.path:
+            case "/v1/completions":
+                return {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
+            case "/inference/v1/generate":
+                return {"token_ids": [*prompt.encode()], "sampling_params": {"max_tokens": tokens, "ignore_eos": True}}
+            case "/v1/responses":
+                return {"input": prompt, "max_output_tokens": tokens, "ignore_eos": True}
+            case "/v1/messages":  # which has no `ignore_eos`
+                return {**chat, "max_tokens": tokens}
+            case _:
+                return {**chat, "max_tokens": tokens, "ignore_eos": True}
+
+
+ENDPOINTS = (
+    Endpoint("/v1/completions"),
+    Endpoint("/v1/chat/completions"),
+    Endpoint("/inference/v1/generate"),
+    Endpoint("/v1/messages", b"event: message_stop"),
+    Endpoint("/v1/responses", b"event: response.completed"),
+)
+
+
+async def leave(port: int, phase: str, number: int, draw: random.Random, endpoint: Endpoint = ENDPOINTS[0]) -> None:
     """Ask for a stream and leave: in the middle of the request's body; before the first byte of the answer (early, with
     a long new prompt, or late, with a short one); in the stream; behind its last event."""
     prompt = f"{number} {PROMPT}" if phase == "early" else PROMPT[draw.randrange(1500) :][:60]
-    tokens = 4 if phase == "end" else 64
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
+    body = {**endpoint.body(prompt, 4 if phase == "end" else 64), "stream": True}
     if phase in ("early", "late") and draw.random() < 0.3:
         body["stream"] = False
     raw = json.dumps(body).encode()
     lines = (
-        "POST /v1/completions HTTP/1.1",
+        f"POST {endpoint.path} HTTP/1.1",
         "host: x",
         "content-type: application/json",
         f"content-length: {len(raw)}",
@@ -49,11 +81,12 @@ async def leave(port: int, phase: str, number: int, draw: random.Random) -> None
             writer.write(head + (raw[: draw.randrange(len(raw))] if phase == "body" else raw))
             if phase in ("stream", "end"):
                 status = await reader.readline()
-                assert b" 200 " in status, (status, await reader.read(4096))
+                assert b" 200 " in status, (endpoint.path, status, await reader.read(4096))
             if phase == "stream":
                 await reader.readuntil(b"data: ")
             elif phase == "end":
-                await reader.readuntil(b"[DONE]\n\n")
+                await reader.readuntil(endpoint.last)
+                await reader.readuntil(b"\n\n")
             if phase != "end":
                 await asyncio.sleep(draw.random() * (0.03 if phase in ("body", "early") else 0.25))
     finally:
@@ -94,13 +127,17 @@ async def test_who_leaves_leaves_nothing_behind(
         tmp_path, FileBacking(store), engines=2, way=way, extra=("--step-ms", "5"), room=room
     ) as cluster:
         plan = [PHASES[number % len(PHASES)] for number in range(at_once)]
+        paths: Counter[str] = Counter()
         number = 0
         after_s: list[float] = []
         held = [cluster.usage()]
         ports = [int(server.url.rpartition(":")[2]) for server in cluster.fronts.values()]
         for turn in range(rounds + 1):  # the first one is not counted: what is made once has been made then
             some = range(number, number + at_once)
-            await asyncio.gather(*(leave(draw.choice(ports), plan[at % at_once], at, draw) for at in some))
+            asked = [ENDPOINTS[at % len(ENDPOINTS)] for at in some]
+            paths.update(each.path for each in asked)
+            leaving = zip(some, asked, strict=True)
+            await asyncio.gather(*(leave(draw.choice(ports), plan[at % at_once], at, draw, to) for at, to in leaving))
             number += at_once
             after_s.append(await settled(cluster))
             if turn % (rounds // samples) == 0:
@@ -116,6 +153,7 @@ async def test_who_leaves_leaves_nothing_behind(
     record(
         {
             "left": number,
+            "by_path": dict(paths),
             "from": left,
             **ends,
             "aborted": aborted,

@@ -20,6 +20,7 @@ import pytest
 from tests.system.fuzz.campaign import FOUND, GROWTH_BYTES, MOST, written_down
 from tests.system.fuzz.mutation import EVIL, spoiled_bytes, spoiled_json
 from tests.system.proxy.test_legs import ANSWER, NIXL
+from tests.unit.proxy.execution.test_agent_answers import MESSAGES, RESPONSES, STREAMS
 from tests.unit.proxy.requests.test_forbidden_fields import BODIES, acted_on, as_object
 
 Effort = Callable[[int, int], int]
@@ -33,7 +34,14 @@ LONGEST_S = 30.0
 """From then on it is answered or closed within this."""
 STATUSES = {200, 400, 401, 404, 405, 408, 411, 413, 415, 417, 429, 431, 501, 502, 503, 505}
 STREAM = b'data: {"choices":[{"index":0,"text":"x","finish_reason":"length"}]}\n\ndata: [DONE]\n\n'
-PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/v1/embeddings", "/v1/models", "/health")
+AGENT_STREAMS = {
+    name: b"".join(STREAMS[path][1]) for name, path in (("messages", MESSAGES.path), ("input", RESPONSES.path))
+}
+"""What an engine sends of a stream of `/v1/messages` and of `/v1/responses`, by the member that holds the prompt."""
+PATHS = (
+    *("/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/v1/embeddings", "/v1/models", "/health"),
+    *("/v1/messages", "/v1/responses", "/v1/messages/count_tokens", "/v1/responses/resp_1", "/v1/responses/x/cancel"),
+)
 HEADERS = (
     "x-request-id: {evil}",
     "x-request-id: ___prefill_addr_{evil}:1___decode_addr_{evil}:2_00000000000000000000000000000000",
@@ -142,14 +150,21 @@ async def asked(port: int, raw: bytes) -> Answers:
 
 
 def engine(told: list[bytes]) -> Any:
-    """Answers every leg well, as a stream where it is asked for one; keeps what it was told."""
-    whole = json.dumps(ANSWER | {"kv_transfer_params": NIXL}).encode()
+    """Answers every leg well, as a stream where it is asked for one; keeps what it was told.
+
+    It does not know for which API it answers, so an answer has the members of all, and a stream of chats the events of
+    messages, too.
+    """
+    agents: dict[str, Any] = {"type": "message", "content": [], "output": []}
+    whole = json.dumps(agents | ANSWER | {"kv_transfer_params": NIXL}).encode()
 
     async def script(body: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         told.append(body)
         kind, answer = b"application/json", whole
-        if json.loads(body).get("stream") is True:
-            kind, answer = b"text/event-stream", STREAM
+        asked = json.loads(body)
+        if asked.get("stream") is True:
+            kind = b"text/event-stream"
+            answer = next((sent for name, sent in AGENT_STREAMS.items() if name in asked), b"") + STREAM
         writer.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ncontent-length: %d\r\n\r\n" % (kind, len(answer)) + answer
         )
@@ -210,8 +225,10 @@ async def test_whatever_is_sent_the_proxy_answers_and_goes_on(
     end = time.monotonic() + seconds
     await asyncio.gather(*(lane(end) for _ in range(LANES)))
     assert not [found for found in caplog.records if found.levelno >= logging.ERROR]
-    got = await running.client.post("/v1/completions", json=BODIES["completions"] | {"model": "stub"})
-    assert got.status_code == 200
+    for kind in ("completions", "messages", "responses"):
+        for stream in (False, True):
+            body = BODIES[kind] | {"model": "stub", "stream": stream}
+            assert (await running.client.post(f"/v1/{kind}", json=body)).status_code == 200
     assert await running.metric("kvparams_proxy_in_flight") == 0
     assert await running.metric("kvparams_proxy_leases") == 0
     assert seen[200] > 0

@@ -82,6 +82,9 @@ def relayed(
         except UpstreamError as refused:
             error = refused
             break
+        except ValueError as fault:  # as `upstream/connection.py` does
+            error = UpstreamError(f"the engine's answer is invalid: {fault}")
+            break
     relay.on_done(error)
     return owner, client.got
 
