@@ -6,7 +6,7 @@ A fault is located by the part that does not decode, never by the decoder's mess
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
-from msgspec import UNSET, DecodeError, Raw, Struct, UnsetType, ValidationError
+from msgspec import UNSET, DecodeError, Raw, Struct, UnsetType
 from msgspec.msgpack import Decoder
 from msgspec.structs import fields
 
@@ -72,15 +72,13 @@ def read_raw_batch(payload: bytes | bytearray | memoryview) -> RawBatch:
     """
     try:
         return _OUTLINE.decode(payload)
-    except ValidationError:
+    except DecodeError:
         if not _is_one_value(payload):
             problem = Problem((), "value", "not one value in MessagePack")
         elif (found := read_head(payload)) is None or not found[0]:
             problem = Problem((), "type", "a batch is an array")
         else:
             problem = Problem((), "missing", "a batch has a time and events")
-    except DecodeError:
-        problem = Problem((), "value", "not one value in MessagePack")
     except RecursionError:
         problem = Problem((), "length", "nested too deep")
     raise InvalidEvents((problem,)) from None
