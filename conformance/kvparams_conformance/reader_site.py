@@ -37,6 +37,10 @@ class Reader:
         try:
             async with asyncio.timeout(ANSWER_S):
                 line = await program.ask(dump(question))
+        except asyncio.CancelledError:  # the check has ended; a late answer would be taken for the next one's
+            self._starts -= 1  # which is no fault of the program
+            await self.stop()
+            raise
         except TimeoutError:
             await self.stop()
             raise CheckFailed(f"the program did not answer within {ANSWER_S:.0f} s") from None

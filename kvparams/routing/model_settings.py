@@ -88,9 +88,9 @@ class SettingsByModel:
     def limits_of(self, role: Role, models: Collection[str] | None, usual: RoleLimits) -> RoleLimits | None:
         """Returns the limits of an instance by the models that it serves; None if they are the usual ones.
 
-        Where several of its models have an entry, the lowest figure of each kind holds.
+        Where the entries of several of its models set limits, the lowest figure of each kind holds.
         """
-        limits = [self._entries[each].limits.get(role) for each in models or () if each in self._entries]
+        limits = [self._entries[each].limits.get(role) for each in self._entries.keys() & (models or ())]
         found = [_with_defaults(each, usual) for each in limits if each is not None]
         if not found:
             return None

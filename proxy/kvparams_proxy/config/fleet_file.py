@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple, NoReturn
 
+from kvparams.errors import PluginError
 from kvparams_proxy.config.fleet_document import FleetDocument, parse_fleet_document
 from kvparams_proxy.config.yaml_reader import MAX_YAML_BYTES
 from kvparams_proxy.config_errors import ConfigError, ConfigProblems
@@ -89,12 +90,18 @@ class FleetFileProvider:
             _log.warning("%s: changes under `proxy` take effect at the next start", self._path)
         if _policies(document) != _policies(self.document):
             _log.warning("%s: changes of `policy` under `models` take effect at the next start", self._path)
-        before, self.document = self.document, document
+        before = self.document
+        try:
+            if document.modes != before.modes:
+                registry.switch_modes(self.source, document.modes)
+                self.document = replace(before, modes=document.modes)
+            if document.models != before.models:
+                registry.switch_models(self.source, document.models)
+        except (PluginError, ValueError) as error:  # what its own check has not found
+            registry.report_invalid(self.source, (str(error),))
+            return
+        self.document = document
         registry.spec_rules = document.rules
-        if document.modes != before.modes:
-            registry.switch_modes(self.source, document.modes)
-        if document.models != before.models:
-            registry.switch_models(self.source, document.models)
         for entries in rollout_steps(before.entries, document.entries, _PORTION):
             registry.publish(self.source, entries, partly=True)
             await asyncio.sleep(0)

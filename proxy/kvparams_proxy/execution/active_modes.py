@@ -4,14 +4,14 @@ A request keeps the manager that it began with; a switch affects later requests.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from kvparams.instances import RequestFacts, Role
 from kvparams.routing.managers.factory import create_manager
 from kvparams.routing.managers.interface import DisaggregatedRequestManager
 from kvparams.routing.managers.mode_selector import ActiveManager, ManagerMode, ModeSelector
-from kvparams.routing.model_settings import SettingsByModel
+from kvparams.routing.model_settings import ModelSettings, SettingsByModel
 from kvparams.signing.signer import Signer
 from kvparams_proxy.config.settings import Settings
 
@@ -27,7 +27,7 @@ def required_roles(choice: ModeSelector) -> frozenset[Role]:
 
 def needed_roles(settings: Settings) -> frozenset[Role]:
     """Returns the roles without which a proxy that starts with these settings would refuse some request."""
-    return ActiveModes(settings.modes, models=SettingsByModel(settings.models)).roles
+    return frozenset[Role]().union(*ActiveModes(settings.modes, models=SettingsByModel(settings.models)).role_groups)
 
 
 class ActiveModes:
@@ -46,8 +46,8 @@ class ActiveModes:
         self._models = models or SettingsByModel()
         self._choice = self._made(modes, ())
         self._by_entry: dict[str | None, ModeSelector] = {}
-        self._make_by_entry()
-        self._changed: Callable[[frozenset[Role]], None] | None = None
+        self._by_entry = self._made_by_entry(self._models.entries)
+        self._changed: Callable[[Collection[frozenset[Role]]], None] | None = None
         self.switch_count = 0
         """How often they were replaced."""
 
@@ -62,13 +62,18 @@ class ActiveModes:
 
     @property
     def roles(self) -> frozenset[Role]:
-        """See `required_roles`: the roles for all models together."""
-        return required_roles(self._choice).union(*map(required_roles, self._by_entry.values()))
+        """See `required_roles`: the roles for models without modes of their own."""
+        return required_roles(self._choice)
 
-    def set_change_listener(self, changed: Callable[[frozenset[Role]], None]) -> None:
-        """Sets a listener that hears the required roles now and after every switch."""
+    @property
+    def role_groups(self) -> frozenset[frozenset[Role]]:
+        """The roles for models without modes of their own, and those for each of the other models."""
+        return frozenset((self.roles, *map(required_roles, self._by_entry.values())))
+
+    def set_change_listener(self, changed: Callable[[Collection[frozenset[Role]]], None]) -> None:
+        """Sets a listener that hears `role_groups` now and after every switch."""
         self._changed = changed
-        changed(self.roles)
+        changed(self.role_groups)
 
     def select_manager(self, request: RequestFacts, endpoint: str, stream: bool) -> DisaggregatedRequestManager:
         """Selects the manager that coordinates this request."""
@@ -85,12 +90,13 @@ class ActiveModes:
         self.switch_count += 1
         _log.info("%s: modes are now %s", source, ", ".join(mode.use for mode in modes))
         if self._changed is not None:
-            self._changed(self.roles)
+            self._changed(self.role_groups)
 
-    def models_changed(self, source: str) -> None:
-        """Hears that what is set for models has changed. Raises as the constructor does; then nothing has changed."""
+    def replace_models(self, entries: Mapping[str, ModelSettings], source: str) -> None:
+        """Replaces what is set for models. Raises as the constructor does; then nothing has changed."""
         before = {name: choice.active for name, choice in self._by_entry.items()}
-        self._make_by_entry()
+        self._by_entry = self._made_by_entry(entries)
+        self._models.replace(entries)
         if {name: choice.active for name, choice in self._by_entry.items()} == before:
             return
         self.switch_count += 1
@@ -98,17 +104,17 @@ class ActiveModes:
             "%s: models with modes of their own are now %s", source, ", ".join(map(repr, self._by_entry)) or "none"
         )
         if self._changed is not None:
-            self._changed(self.roles)
+            self._changed(self.role_groups)
 
     def _choice_for(self, model: str | None) -> ModeSelector:
         return self._by_entry.get(self._models.entry_name(model), self._choice)
 
-    def _make_by_entry(self) -> None:
-        """Makes the managers for models that have modes of their own."""
+    def _made_by_entry(self, entries: Mapping[str, ModelSettings]) -> dict[str | None, ModeSelector]:
+        """Returns the managers for models that have modes of their own."""
         before = self._by_entry
-        self._by_entry = {
+        return {
             name: self._made(each.modes, before[name].active if name in before else ())
-            for name, each in self._models.entries.items()
+            for name, each in entries.items()
             if each.modes
         }
 

@@ -295,9 +295,14 @@ class Fleet(FleetMembers):
         """Returns the base model of a LoRA adapter that an engine serves, or None."""
         return base_model_of(self._members.values(), adapter)
 
-    def set_needed_roles(self, roles: frozenset[Role]) -> None:
-        """Sets the roles without which requests are refused."""
-        self.needed = roles
+    def set_role_groups(self, groups: Collection[frozenset[Role]]) -> None:
+        """Sets the roles that requests need: models may have groups of their own."""
+        self.role_groups = groups
+
+    @property
+    def needed(self) -> frozenset[Role]:
+        """The roles that some requests need."""
+        return frozenset[Role]().union(*self.role_groups)
 
     def has_candidates(self, role: Role, model: str | None, avoid: Collection[str] = ()) -> bool:
         """Returns whether an instance of this role may be given work for this model, regardless of room.

@@ -1,7 +1,7 @@
 """The members of the fleet: who joins and leaves, who is drained, and what probes find out about them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Final
@@ -51,7 +51,7 @@ class FleetMembers:
         prefixes: "PrefixCacheModel | None" = None,
         models: SettingsByModel | None = None,
         model_policies: Mapping[Role, Mapping[str, SchedulingPolicy]] | None = None,
-        needed: Iterable[Role] = (Role.PREFILL, Role.DECODE),
+        role_groups: Collection[frozenset[Role]] = (frozenset((Role.PREFILL, Role.DECODE)),),
     ) -> None:
         """Takes the first instances for ready until a probe finds out otherwise.
 
@@ -66,9 +66,9 @@ class FleetMembers:
             prefixes: what those have cached that compute prompts, where a policy looks at it.
             models: what is set for single models; the fleet tells it who is whose adapter.
             model_policies: for each role how to choose for models with a policy of their own, by their entry.
-            needed: the roles without which requests are refused, until `set_needed_roles`.
+            role_groups: the roles that requests need together, for each kind of requests, until `set_role_groups`.
         """
-        self.needed = frozenset(needed)
+        self.role_groups = role_groups
         self._prefixes = prefixes
         breaker = breaker or BreakerLimits()
         self._breakers = Breakers(breaker, now, call_later, self._breaker_changed)

@@ -2,13 +2,15 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvparams.instances import Role
 from kvparams.routing.pairing import PairKey, pair_key
 from kvparams_proxy.fleet.member import Member, MemberState
 
-__all__ = ["HealthStatus", "RoleHealth", "has_usable_pair", "health_by_role"]
+__all__ = ["HealthStatus", "RoleHealth", "has_usable_pair", "health_by_role", "unserved_groups"]
+
+_SPLIT: Final = frozenset((Role.PREFILL, Role.DECODE))
 
 
 class HealthStatus(StrEnum):
@@ -62,6 +64,20 @@ def has_usable_pair(members: Iterable[Member]) -> bool:
         if member.is_usable():
             keys[member.instance.role].add(pair_key(member.instance))
     return bool(keys[Role.PREFILL] & keys[Role.DECODE])
+
+
+def unserved_groups(
+    groups: Collection[frozenset[Role]], health: Mapping[Role, RoleHealth], *, has_pair: bool
+) -> list[frozenset[Role]]:
+    """Returns the groups of roles whose requests are refused now.
+
+    Args:
+        groups: the roles that requests need together: those of most, and of models with modes of their own.
+        health: of all these roles.
+        has_pair: see `has_usable_pair`.
+    """
+    gone = {role for role, found in health.items() if found.status is HealthStatus.UNAVAILABLE}
+    return [group for group in groups if group & gone or (group >= _SPLIT and not has_pair)]
 
 
 def _count(members: Sequence[Member], waiting: int) -> RoleHealth:

@@ -8,9 +8,8 @@ from typing import Any, Final
 import grpc
 from grpc import aio
 
-from kvparams.instances import Role
 from kvparams_proxy.ext_proc import messages as ext_proc
-from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair
+from kvparams_proxy.fleet.health import has_usable_pair, unserved_groups
 from kvparams_proxy.picker.context import PickerContext
 from kvparams_proxy.picker.health import health_handler
 from kvparams_proxy.picker.settings import PickerTLS
@@ -30,7 +29,6 @@ _KEEPALIVE_TIMEOUT_MS: Final = 5_000
 """A connection that does not answer a ping for so long is closed."""
 _CUT_S: Final = 0.5
 """For what was said last to reach data planes, when the picker ends."""
-_SPLIT: Final = frozenset((Role.PREFILL, Role.DECODE))
 _grpc: Final[Any] = grpc
 _aio: Final[Any] = aio
 """grpcio has no types."""
@@ -89,14 +87,12 @@ async def serve_picks(context: PickerContext) -> AsyncGenerator[DrainService]:
 
 
 def is_ready(context: PickerContext) -> bool:
-    """Returns whether requests can be picked: every needed role has an engine, and the process does not drain."""
+    """Returns whether requests can be picked: some model's roles have engines, and the process does not drain."""
     fleet = context.resources.fleet
     if context.is_draining():
         return False
-    health = fleet.health()
-    if any(health[role].status is HealthStatus.UNAVAILABLE for role in fleet.needed if role in health):
-        return False
-    return not fleet.needed >= _SPLIT or has_usable_pair(fleet.members)
+    unserved = unserved_groups(fleet.role_groups, fleet.health(), has_pair=has_usable_pair(fleet.members))
+    return len(unserved) < len(fleet.role_groups)
 
 
 class _Service:

@@ -264,7 +264,7 @@ def _make_fleet(
         models=plugins.models,
         model_policies={role: {name: make() for name, make in plugins.model_policies.items()} for role in roles},
     )
-    plugins.modes.set_change_listener(fleet.set_needed_roles)
+    plugins.modes.set_change_listener(fleet.set_role_groups)
     return fleet
 
 

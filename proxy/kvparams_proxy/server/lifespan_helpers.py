@@ -71,8 +71,7 @@ def switch_models(
     wanted: Mapping[str, ModelSettings],
 ) -> None:
     """Replaces what holds for single models, except for their policies."""
-    plugins.models.replace(with_policies_of(wanted, settings.models))
-    plugins.modes.models_changed(source)
+    plugins.modes.replace_models(with_policies_of(wanted, settings.models), source)
     fleet.model_settings_changed()
     if sync is not None:
         sync.describe_models(mark_of_models(plugins.models.entries))

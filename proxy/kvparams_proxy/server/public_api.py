@@ -18,7 +18,7 @@ from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.fleet import Fleet
-from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair
+from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair, unserved_groups
 from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.server.admin_answers import VersionAnswer
 from kvparams_proxy.server.route_helpers import error_response, require_client_of
@@ -26,6 +26,7 @@ from kvparams_proxy.server.route_helpers import error_response, require_client_o
 __all__ = ["EXCEPTION_HANDLERS", "public_routes"]
 
 _COMMON_PATH: Final = "/v1/chat/completions"
+_SPLIT: Final = frozenset((Role.PREFILL, Role.DECODE))
 
 
 def public_routes() -> list[Route]:
@@ -76,7 +77,8 @@ async def _health(request: Request) -> Response:
     where `other_proxies` cannot be reached, or one of the `sources` of engines: this one goes on with what it knows.
     503 "draining": the proxy is about to stop.
     503 "unavailable": no engine of the roles in `missing_roles` can be given work, or (`unpaired`) none of the prefill
-    and decode engines that can be given work may be paired.
+    and decode engines that can be given work may be paired. Where models have modes of their own, the answer is 503
+    only if no model's requests can be served, and otherwise 200 "degraded".
     """
     fleet: Fleet = request.state.resources.fleet
     asked = request.path_params.get("role")
@@ -85,16 +87,21 @@ async def _health(request: Request) -> Response:
     if request.state.draining.is_draining:
         return Response(json.dumps({"status": "draining"}), 503, media_type="application/json")
     roles = {role: health for role, health in fleet.health().items() if asked in (None, role)}
-    missing = [r for r, health in roles.items() if r in fleet.needed and health.status is HealthStatus.UNAVAILABLE]
-    degraded = [r for r, health in roles.items() if r in fleet.needed and health.status is HealthStatus.DEGRADED]
-    split = asked is None and fleet.needed >= {Role.PREFILL, Role.DECODE}
-    unpaired = split and not missing and not has_usable_pair(fleet.members)
-    unavailable = bool(missing or unpaired)
+    needed = fleet.needed
+    missing = [r for r, health in roles.items() if r in needed and health.status is HealthStatus.UNAVAILABLE]
+    degraded = [r for r, health in roles.items() if r in needed and health.status is HealthStatus.DEGRADED]
+    if asked is None:
+        has_pair = has_usable_pair(fleet.members)
+        unserved = unserved_groups(fleet.role_groups, roles, has_pair=has_pair)
+        unpaired = not has_pair and any(group >= _SPLIT and group.isdisjoint(missing) for group in unserved)
+        unavailable = len(unserved) == len(fleet.role_groups)
+    else:
+        unserved, unpaired, unavailable = (), False, bool(missing)
     sync: FleetSync | None = request.state.sync
     is_alone = sync is not None and sync.exchange.is_degraded
     registry: Registry = request.state.registry
     sources = {name: state.unreachable for name, state in registry.sources.items() if state.unreachable is not None}
-    status = HealthStatus.DEGRADED if degraded or is_alone or sources else HealthStatus.OK
+    status = HealthStatus.DEGRADED if degraded or unserved or is_alone or sources else HealthStatus.OK
     body: dict[str, object] = {"status": HealthStatus.UNAVAILABLE if unavailable else status}
     if missing:
         body["missing_roles"] = missing

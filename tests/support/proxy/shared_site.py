@@ -85,7 +85,7 @@ class SharedProxy:
             queue=queue,
             slow_start_s=0.0,
             prefixes=prefixes,
-            needed=(),
+            role_groups=(frozenset[Role](),),
         )
         self.transport = MemoryTransport(network, number)
         self.probed: list[Member] = []

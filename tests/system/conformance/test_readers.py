@@ -3,12 +3,14 @@
 import asyncio
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvparams.cli import main
-from kvparams_conformance.checks import CheckResult, select_checks
+from kvparams_conformance.checks import Check, CheckResult, select_checks
 from kvparams_conformance.reader_checks import reader_checks
 from kvparams_conformance.reader_site import same_value
 from kvparams_conformance.runner import run_reader_checks
@@ -75,6 +77,32 @@ def test_a_program_that_is_no_reader_ends_in_a_verdict(name: str, tmp_path: Path
     assert all(result.message for result in results)
     assert message in results[0].message
     assert time.monotonic() - begun < 60
+
+
+def test_an_answer_that_comes_after_its_check_is_nobodys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program repeats each question, slowly: only its answer to the own question is taken for one."""
+    program = tmp_path / "reader.py"
+    program.write_text(
+        "import json, time\n"
+        "while line := input():\n"
+        "    time.sleep(0.3)\n"
+        "    print(json.dumps({'echo': json.loads(line)['do']}), flush=True)\n"
+    )
+    monkeypatch.setattr("kvparams_conformance.runner.CHECK_S", 1.0)
+    found = list[tuple[str, str]]()
+
+    def check(name: str, questions: int) -> Check:
+        async def ask(trial: Any) -> None:
+            for number in range(questions):
+                found.append((f"{name} {number}", (await trial.ask(f"{name} {number}"))["echo"]))
+
+        return replace(reader_checks()[0], name=name, run=ask)
+
+    checks = [*(check(f"slow {number}", 50) for number in range(4)), check("quick", 1)]
+    results = asyncio.run(run_reader_checks(checks, f"{sys.executable} {program}"))
+    assert [result.verdict for result in results] == ["fail"] * 4 + ["pass"]
+    assert found[-1] == ("quick 0", "quick 0")
+    assert all(asked == told for asked, told in found)
 
 
 def test_a_reader_need_not_know_every_dialect(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tests which manager a request gets, and how modes are parsed, without any I/O."""
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -131,8 +132,8 @@ def test_the_flag_takes_options() -> None:
 
 def test_a_switch_keeps_the_managers_that_go_on_and_fails_whole() -> None:
     modes = ActiveModes([ManagerMode("prefill_then_decode")])
-    roles: list[frozenset[Role]] = []
-    modes.set_change_listener(roles.append)
+    heard: list[Collection[frozenset[Role]]] = []
+    modes.set_change_listener(heard.append)
     first = modes.select_manager(FACTS, AT, True)
     modes.replace(
         [ManagerMode("aggregated", ModeCondition(min_tokens=101), 1), ManagerMode("prefill_then_decode")], "test"
@@ -142,7 +143,7 @@ def test_a_switch_keeps_the_managers_that_go_on_and_fails_whole() -> None:
     with pytest.raises(ValueError, match="one mode must be"):
         modes.replace([ManagerMode("aggregated", ModeCondition(stream=True))], "test")
     assert modes.select_manager(FACTS, AT, True) is first
-    assert roles == [{Role.PREFILL, Role.DECODE}, set(Role) - {Role.ENCODE}]
+    assert heard == [{frozenset((Role.PREFILL, Role.DECODE))}, {frozenset(Role) - {Role.ENCODE}}]
 
 
 def conditional(table: Table, tokens: int, **options: object) -> list[str]:

@@ -100,6 +100,7 @@ async def site(tmp_path: Path, request: pytest.FixtureRequest, direct: bool) -> 
         models=document.models,
         model_aliases={"alone": "lone"},
         slow_start_s=0.0,
+        probe_interval_s=0.5,
         expose_route=True,
     )
     async with running(settings, direct) as found.proxy:
@@ -245,6 +246,32 @@ async def test_requests_without_a_model_or_with_an_unknown_one_are_as_for_all(si
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
     ready = (await site.proxy.client.get("/health")).json()
     assert set(ready["roles"]) == {"prefill", "decode", "aggregated"}
+
+
+async def test_a_model_without_engines_degrades_the_proxy_and_takes_no_other_with_it(site: Site) -> None:
+    """The control: where no model's requests can be served, the proxy is unavailable."""
+
+    async def health() -> tuple[int, str, list[str]]:
+        got = await site.proxy.client.get("/health")
+        return got.status_code, got.json()["status"], got.json().get("missing_roles", [])
+
+    assert await health() == (200, "ok", [])
+    site.actors["lone-x0"].end()
+
+    async def is_degraded() -> bool:
+        return await health() == (200, "degraded", ["aggregated"])
+
+    await until(is_degraded)
+    assert (await site.ask("usual")).status_code == 200
+    assert (await site.ask("lone")).status_code == 503
+    for actor in site.actors.values():
+        if actor.role == "decode":
+            actor.end()
+
+    async def is_unavailable() -> bool:
+        return await health() == (503, "unavailable", ["decode", "aggregated"])
+
+    await until(is_unavailable)
 
 
 async def test_a_request_that_fails_over_keeps_what_holds_for_its_model(site: Site) -> None:

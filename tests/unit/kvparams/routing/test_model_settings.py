@@ -70,6 +70,7 @@ def test_an_engine_has_the_lowest_limits_of_its_models() -> None:
         (("a",), RoleLimits(8, 1000)),
         (("a", "d"), RoleLimits(8, 1000)),
         (("a", "b"), RoleLimits(6, 500)),
+        (("a", "c"), RoleLimits(8, 1000)),  # an entry without a limit sets none
     ):
         assert models.limits_of(Role.PREFILL, served, usual) == wanted
     assert models.limits_of(Role.DECODE, ("a", "b"), usual) is None

@@ -1,9 +1,11 @@
 """Tests which mode coordinates the requests for a model that has modes of its own."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 
+from kvparams.errors import PluginError
 from kvparams.instances import Instance, RequestFacts, Role
 from kvparams.routing.managers.mode_selector import ManagerMode, ModeCondition
 from kvparams.routing.model_settings import ModelSettings, SettingsByModel
@@ -41,21 +43,29 @@ def test_a_model_has_its_own_modes_and_others_those_for_all() -> None:
 
 
 def test_a_change_is_heard_and_keeps_managers_that_go_on() -> None:
-    models, roles = SettingsByModel({"a": ModelSettings(modes=(SPLIT,))}), list[frozenset[Role]]()
+    models, heard = SettingsByModel({"a": ModelSettings(modes=(SPLIT,))}), list[Collection[frozenset[Role]]]()
     modes = ActiveModes([SPLIT], models=models)
-    modes.set_change_listener(roles.append)
+    modes.set_change_listener(heard.append)
     first = modes.select_manager(facts("a"), AT, True)
-    models.replace({"a": ModelSettings("random", (SPLIT,))})
-    modes.models_changed("test")
-    assert (len(roles), modes.switch_count) == (1, 0), "no mode has changed"
-    models.replace({"a": ModelSettings(modes=(SHORT, SPLIT)), "b": ModelSettings(modes=(ALONE,))})
-    modes.models_changed("test")
+    modes.replace_models({"a": ModelSettings("random", (SPLIT,))}, "test")
+    assert (len(heard), modes.switch_count) == (1, 0), "no mode has changed"
+    modes.replace_models({"a": ModelSettings(modes=(SHORT, SPLIT)), "b": ModelSettings(modes=(ALONE,))}, "test")
     assert modes.select_manager(facts("a"), AT, True) is first
-    models.replace({})
-    modes.models_changed("test")
+    modes.replace_models({}, "test")
     assert name_of(modes, "b") == "prefill_then_decode"
-    assert roles == [{Role.PREFILL, Role.DECODE}, set(Role) - {Role.ENCODE}, {Role.PREFILL, Role.DECODE}]
+    split, alone = frozenset((Role.PREFILL, Role.DECODE)), frozenset((Role.AGGREGATED,))
+    assert heard == [{split}, {split, alone, split | alone}, {split}]
     assert modes.switch_count == 2
+
+
+def test_a_change_that_cannot_be_made_changes_nothing() -> None:
+    models = SettingsByModel({"a": ModelSettings(modes=(ALONE,))})
+    modes = ActiveModes([SPLIT], models=models)
+    wrong = {"a": ModelSettings(modes=(SPLIT,)), "b": ModelSettings(modes=(ManagerMode("nobody"),))}
+    with pytest.raises(PluginError, match="nobody"):
+        modes.replace_models(wrong, "test")
+    assert (name_of(modes, "a"), name_of(modes, "b")) == ("aggregated", "prefill_then_decode")
+    assert set(models.entries) == {"a"}
 
 
 @pytest.mark.parametrize("is_sidecar", [False, True])

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
@@ -17,7 +17,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvparams.errors import PluginError
 from kvparams.instances import Instance, Role, RoundRobin
+from kvparams.routing.model_settings import ModelSettings
 from kvparams_proxy.config.fleet_document import FleetDocument, parse_fleet_document
 from kvparams_proxy.config.fleet_file import FleetFileProvider
 from kvparams_proxy.config.settings import default_spec_rules
@@ -655,6 +657,28 @@ async def test_a_new_version_is_followed_however_it_was_written(followed: Follow
     assert followed.registry.sources["file"].applied_count == 4
     await followed.look(5)
     assert followed.registry.sources["file"].applied_count == 4, "nothing has changed"
+
+
+async def test_modes_that_cannot_be_made_leave_the_fleet_and_are_tried_again(followed: Followed) -> None:
+    """A plugin can refuse what the file's own check has accepted."""
+    usable = False
+    heard: list[str] = []
+
+    def switch(source: str, models: Mapping[str, ModelSettings]) -> None:
+        if not usable:
+            raise PluginError("the manager is gone")
+        heard.append(source)
+
+    followed.registry = Registry(a_fleet(), RULES, switch_models=switch)
+    followed.provider.publish_initial(followed.registry)
+    text = "models: {m: {modes: [{use: aggregated}]}}\n" + fleet_text("a", "c")
+    followed.rename(text)
+    await followed.look()
+    assert (followed.ids, followed.problems) == ({"a", "b"}, "the manager is gone")
+    usable = True
+    followed.rename(text + "# again\n")
+    await followed.look()
+    assert (followed.ids, heard, followed.problems) == ({"a", "c"}, ["file"], "")
 
 
 async def test_a_file_that_is_being_written_is_not_a_smaller_fleet(followed: Followed) -> None:
