@@ -14,9 +14,9 @@ judged, when the application asks for it: without a key vLLM answers 401 and nev
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Generator, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from email.message import Message as HeaderFields
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from kvparams.errors import InvalidParams
 from kvparams.signing.verification import UntrustedParams
@@ -38,7 +38,6 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
-T = TypeVar("T")
 
 
 class KVParamsMiddleware:
@@ -90,7 +89,7 @@ def _is_json(scope: Scope) -> bool:
 
 
 class _JudgedRequest:
-    """One request, whose body is gathered and judged when the application first asks for it."""
+    """A `_JudgedRequest` gathers and judges the body of one request when the application first asks for it."""
 
     def __init__(self, gate: BodyGate, receive: Receive, send: Send) -> None:
         self._gate, self._receive, self._send = gate, receive, send
@@ -152,7 +151,7 @@ class _JudgedRequest:
             await self._refuse(413, told, None)
             return
         try:
-            await _in_steps(self._gate.judge_in_steps(self._body))
+            await self._gate.judge(self._body)
         except InvalidParams as error:
             await self._refuse(400, str(error), ".".join(map(str, (CARRIER, *error.problems[0].path))))
         except UntrustedParams as error:
@@ -168,16 +167,6 @@ class _JudgedRequest:
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
         await self._send({"type": "http.response.body", "body": body})
-
-
-async def _in_steps(steps: Generator[None, None, T]) -> T:
-    """Returns what the steps lead to; between two of them other requests have their turn."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
-        await asyncio.sleep(0)
 
 
 class _WithVersions:

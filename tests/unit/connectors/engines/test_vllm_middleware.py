@@ -43,7 +43,7 @@ class Engine:
         self.middleware = KVParamsMiddleware(self._answer)
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        text, more = b"", True
+        text, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -52,7 +52,7 @@ class Engine:
             text += message.get("body", b"")
             more = message.get("more_body", False)
         length = dict(scope["headers"]).get(b"content-length", b"")
-        self.seen.append((text, length))
+        self.seen.append((bytes(text), length))
         self.left = (await receive())["type"] == "http.disconnect"
         models = b'{"object":"list","data":[]}'
         headers = [(b"content-length", b"%d" % len(models)), (b"x-own", b"1")]
@@ -261,10 +261,10 @@ def test_long_bodies_come_whole_and_in_parts() -> None:
 
 def test_a_long_member_is_judged_within_bounds_or_is_no_document() -> None:
     engine = Engine()
-    for long in ({"kvparams": {**DOCUMENT, "x": [7] * 70_001}}, {"kvparams": {**DOCUMENT, "x": "x" * (2 << 20)}}):
+    for long in ({"kvparams": {**DOCUMENT, "x": [7] * 70_001}}, {"kvparams": {**DOCUMENT, "x": "x" * (8 << 20)}}):
         status, answer = engine.ask([body(long)])
         assert (status, answer["error"]["param"]) == (400, "kv_transfer_params")
-    keys = [f"k{number}" for number in range(65_536)]
+    keys = [f"{number:0100}" for number in range(65_536)]
     assert engine.ask([body({"kvparams": {**DOCUMENT, "phase": "decode", "load_keys": keys}})])[0] == 200
     assert engine.ask([body({"kvparams": {}, "other": list(range(50_000))})])[0] == 400
     assert engine.ask([body({"other": list(range(500_000))})])[0] == 200  # another connector's
@@ -331,3 +331,6 @@ def test_signatures_are_verified_with_the_keys_of_the_connector(nested: bool, tm
         assert (status, answer["error"]["param"]) == (400, "kv_transfer_params")
         assert f"[{reason}]" in answer["error"]["message"]
     assert engine.ask([b'{"prompt": "p"}'])[0] == 200
+    keys = [f"{number:0100}" for number in range(65_536)]  # the longest are verified in a thread
+    long = body(signer.sign(parse({**DOCUMENT, "phase": "decode", "load_keys": keys})))
+    assert [engine.ask([long])[0] for _ in range(2)] == [200, 400]
