@@ -120,6 +120,38 @@ def test_promised_kv_that_is_gone_fails_the_request_only_where_the_document_lets
     assert found[-1] == offer
 
 
+@pytest.mark.parametrize(
+    ("policy", "keys", "is_waited_for"),
+    [("recompute", "foreign", False), ("fail", "foreign", False), ("recompute", "promised", True)],
+)
+def test_keys_that_match_nothing_are_not_waited_for_and_cost_others_no_patience(
+    policy: str, keys: str, is_waited_for: bool
+) -> None:
+    search, prompt, now = _Slow(0.0), [1] * 20, 0.0
+    rules = SchedulerOptions(
+        page_tokens=6, loads=True, saves=True, fails_on_load_error=policy == "fail", promise_s=8.0, wait_s=_LONG_S
+    )
+    book = SchedulerState(search, rules, Endpoint(id="E"), clock=lambda: now)
+    own = search.plan(prompt, None, ()).promised_keys(())
+
+    def add(name: str, told: Sequence[str], asked: str) -> None:
+        params = parse({**_DECODE, "load_keys": told, "on_load_failure": asked})
+        book.add_request(name, prompt, RequestParams(params, None))
+
+    def offer(name: str) -> int | None:
+        book.build_metadata([])
+        return book.get_matched_tokens(name, 0, prompt, 0)
+
+    add("first", own if keys == "promised" else ["agreed.by.nobody"], "fail")
+    assert (offer("first") is None) == is_waited_for
+    now = 9.0
+    wait_until(lambda: offer("first") is not None, _LONG_S)
+    assert book.counts["promises_broken"] == is_waited_for
+    add("next", own, "recompute")
+    now += 7.0
+    assert (offer("next") is None) == (not is_waited_for)
+
+
 def test_a_step_waits_once_for_all_its_requests() -> None:
     book = _book(_LONG_S, _WAIT_S)
     since = time.monotonic()

@@ -7,32 +7,29 @@ vLLM asks connectors in its scheduler, where a request can no longer be refused.
 prompt of a wrong document and leaves the store alone. This class stands in front, so that a proxy hears of the fault.
 It also says in `/v1/models` which versions the engine speaks, and reads `kv_transfer_params` that are JSON text. It has
 no settings: it reads those of the connector. The connector verifies again, with a memory of its own.
+
+vLLM puts this class around its check of API keys (`serve/middleware/register.py`, vLLM 0.32). So a body is read, and
+judged, when the application asks for it: without a key vLLM answers 401 and never asks.
 """
 
+import asyncio
 import json
-import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, Final, NoReturn, cast
+from collections.abc import Awaitable, Callable, MutableMapping
+from email.message import Message as HeaderFields
+from typing import Any, Final
 
-from kvparams.codec import DOCUMENT_KEY, read_request
-from kvparams.errors import InvalidParams, JSONTextError, Problem
-from kvparams.jsontext import document as json_document
-from kvparams.jsontext.editing import edit
-from kvparams.jsontext.scanner import UNLIMITED
-from kvparams.params import KVTransferParams
-from kvparams.signing.keyring import SigningKeyringError
-from kvparams.signing.request_verifier import RequestVerifier
+from kvparams.errors import InvalidParams
 from kvparams.signing.verification import UntrustedParams
 from kvparams.versions import SUPPORTED_VERSIONS
-from kvparams_connectors.engines.process_start import process_start_time
-from kvparams_connectors.engines.vllm.settings import VLLMSettings
+from kvparams_connectors.engines.vllm.body_gate import CARRIER, BodyGate
 from kvparams_connectors.store_url import StoreError
 
-__all__ = ["KVParamsMiddleware"]
+__all__ = ["MAX_BODY_BYTES", "KVParamsMiddleware"]
 
-_CARRIER: Final = "kv_transfer_params"
-_NAME: Final = "KVParamsConnector"
-_PHASES: Final = ("prefill", "decode")
+MAX_BODY_BYTES: Final = 64 << 20
+"""The longest JSON body that is judged, images in it included; a longer one is answered with 413."""
+_PART_BYTES: Final = 256 << 10
+"""The application gets a longer body in parts: copied at once, it would hold up the event loop."""
 _CONTROL: Final = "/v1/kvparams"
 """`release` and `cancel`; vLLM does not have this path."""
 
@@ -48,114 +45,128 @@ class KVParamsMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._gate: _Gate | None = None
+        self._gate: BodyGate | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or refuses it."""
-        if scope["type"] == "lifespan" and self._gate is None:
-            self._gate = _Gate(scope["app"].state.vllm_config.kv_transfer_config)
+        if scope["type"] == "lifespan":
+            try:
+                self._gate_of(scope)
+            except StoreError as error:  # raised, it would pass for an application without a lifespan
+                await receive()
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
         if scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif scope["method"] == "POST" and scope["path"] != _CONTROL:
-            await self._post(scope, receive, send)
+        elif scope["method"] == "POST" and scope["path"] != _CONTROL and _is_json(scope):
+            await _JudgedRequest(self._gate_of(scope), receive, send).run(self._app, scope)
         elif scope["method"] == "GET" and scope["path"] == "/v1/models":
             await self._app(scope, receive, _WithVersions(send))
         else:
             await self._app(scope, receive, send)
 
-    async def _post(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body, last = await _read(receive)
-        if last["type"] == "http.request" and (_CARRIER.encode() in body or b"\\u" in body):
-            if self._gate is None:
-                self._gate = _Gate(scope["app"].state.vllm_config.kv_transfer_config)
-            try:
-                body = self._gate.judge(body)
-            except InvalidParams as error:
-                problem = error.problems[0]
-                await _refuse(send, str(error), ".".join(map(str, (_CARRIER, *problem.path))))
-                return
-            except UntrustedParams as error:
-                await _refuse(send, str(error), _CARRIER)
-                return
-            scope = {**scope, "headers": _with_length(scope["headers"], len(body))}
-        pending: list[Message] = [{**last, "body": body, "more_body": False} if "body" in last else last]
-
-        async def replay() -> Message:
-            return pending.pop() if pending else await receive()
-
-        await self._app(scope, replay, send)
-
-
-class _Gate:
-    """Judges bodies, with the settings of the connector."""
-
-    def __init__(self, transfer: Any) -> None:
-        settings = VLLMSettings.of(_extra_config(transfer))
-        self._recomputes: Final = transfer.kv_load_failure_policy != "fail"
-        self._verifier: RequestVerifier | None = None
-        if settings.verify_with is not None and settings.audience is not None:
-            try:
-                self._verifier = RequestVerifier(
-                    settings.verify_with, settings.audience, time.time, since=process_start_time()
-                )
-            except SigningKeyringError as error:
-                raise StoreError(f"kv_connector_extra_config.verify_with: {error}") from error
-
-    def judge(self, body: bytes) -> bytes:
-        """Returns the body for vLLM, in which `kv_transfer_params` is an object.
+    def _gate_of(self, scope: Scope) -> BodyGate:
+        """Returns the gate, which is made once.
 
         Raises:
-            InvalidParams: it breaks the protocol, or asks for what this engine does not do.
-            UntrustedParams: it is not signed as it has to be.
+            StoreError: vLLM is not configured for it.
         """
+        if self._gate is None:
+            self._gate = BodyGate(scope["app"].state.vllm_config.kv_transfer_config)
+        return self._gate
+
+
+def _is_json(scope: Scope) -> bool:
+    """Returns whether vLLM reads the body of a request for tokens as JSON: FastAPI 0.136 tells so, in `routing.py`."""
+    for name, value in scope["headers"]:
+        if name.lower() == b"content-type":
+            fields = HeaderFields()
+            fields["content-type"] = value.decode("latin-1")
+            subtype = fields.get_content_subtype()
+            is_json = subtype == "json" or subtype.endswith("+json")
+            return is_json and fields.get_content_maintype() == "application"
+    return False
+
+
+class _JudgedRequest:
+    """A `_JudgedRequest` gathers and judges the body of one request when the application first asks for it."""
+
+    def __init__(self, gate: BodyGate, receive: Receive, send: Send) -> None:
+        self._gate, self._receive, self._send = gate, receive, send
+        self._body = bytearray()
+        self._is_whole = self._is_refused = self._is_answered = False
+        self._at: int | None = None
+        """How much of the judged body the application has; None: it is not judged."""
+        self._lock = asyncio.Lock()
+
+    async def run(self, app: App, scope: Scope) -> None:
+        """Lets the application answer, unless the request is refused meanwhile."""
         try:
-            found, spans = json_document.load_object(body, UNLIMITED)
-        except JSONTextError as error:
-            if _CARRIER.encode() not in body:
-                return body  # vLLM says what is wrong with it
-            raise InvalidParams((Problem((), "json", str(error)),)) from None
-        carrier = found.get(_CARRIER)
-        if carrier is None:
-            return body
-        params = self._read(carrier)
-        if params is not None:
-            self._check_role(params)
-        if isinstance(carrier, str):
-            body = edit(body, spans, {_CARRIER: carrier.encode()})
-        return body
+            await app(scope, self._next_message, self._pass_on)
+        except Exception:
+            if not self._is_refused:
+                raise
+            # To the application the client has left, which it may report so.
 
-    def _read(self, carrier: object) -> KVTransferParams | None:
-        told = cast("Mapping[str, object] | str", carrier)  # anything else is a problem of the kind `type`
-        has_document = not isinstance(told, Mapping) or DOCUMENT_KEY in told  # a trio is for the connector alone
-        params = read_request(told, request_id="-") if has_document else None
-        return params if self._verifier is None else self._verifier.verify(told)
+    async def _pass_on(self, message: Message) -> None:
+        """Sends what the application answers; after a refusal nothing is left to answer."""
+        if not self._is_refused:
+            self._is_answered = True
+            await self._send(message)
 
-    def _check_role(self, params: KVTransferParams) -> None:
-        if params.phase not in _PHASES:
-            _raise("phase", "does not belong to a request for tokens")
-        if params.mode == "store" and params.on_load_failure == "fail" and self._recomputes:
-            _raise("on_load_failure", "this engine recomputes; `fail` needs kv_load_failure_policy `fail`")
+    async def _next_message(self) -> Message:
+        async with self._lock:
+            if self._at is None and not self._is_refused and not self._is_answered:
+                left = await self._gather()
+                if left is not None:
+                    return left
+                await self._judge()
+            if self._is_refused:
+                return {"type": "http.disconnect"}
+            if self._at is not None and (self._body or not self._at):
+                return self._next_part(self._at)
+        return await self._receive()
 
+    def _next_part(self, at: int) -> Message:
+        part = bytes(self._body[at : at + _PART_BYTES])
+        self._at = at + max(len(part), 1)
+        is_last = self._at >= len(self._body)
+        if is_last:
+            self._body = bytearray()
+        return {"type": "http.request", "body": part, "more_body": not is_last}
 
-def _raise(member: str, text: str) -> NoReturn:
-    raise InvalidParams((Problem(("kvparams", member), "value", text),))
+    async def _gather(self) -> Message | None:
+        """Receives the body, as long as it is not too long. Returns the message that says that the client has left."""
+        while not self._is_whole and len(self._body) <= MAX_BODY_BYTES:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                return message
+            self._body += message.get("body", b"")
+            self._is_whole = not message.get("more_body")
+        return None
 
+    async def _judge(self) -> None:
+        if len(self._body) > MAX_BODY_BYTES:
+            told = f"the body is larger than {MAX_BODY_BYTES} bytes: send less, or refer to images by their URLs"
+            await self._refuse(413, told, None)
+            return
+        try:
+            await self._gate.judge(self._body)
+        except InvalidParams as error:
+            await self._refuse(400, str(error), ".".join(map(str, (CARRIER, *error.problems[0].path))))
+        except UntrustedParams as error:
+            await self._refuse(400, str(error), CARRIER)
+        else:
+            self._at = 0
 
-def _extra_config(transfer: Any) -> Mapping[str, object] | None:
-    """Returns what was configured for our connector, which may be one of MultiConnector's.
-
-    Raises:
-        StoreError: it is not configured.
-    """
-    if transfer is not None:
-        config = cast("Mapping[str, Any]", transfer.kv_connector_extra_config or {})
-        if transfer.kv_connector == _NAME:
-            return config
-        children = cast("list[Mapping[str, Any]]", config.get("connectors", []))
-        for child in children:
-            if child.get("kv_connector") == _NAME:
-                return child.get("kv_connector_extra_config")
-    raise StoreError(f"KVParamsMiddleware needs --kv-transfer-config with kv_connector {_NAME}")
+    async def _refuse(self, status: int, message: str, param: str | None) -> None:
+        self._is_refused = True
+        self._body = bytearray()
+        error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
+        body = json.dumps({"error": error}).encode()
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body})
 
 
 class _WithVersions:
@@ -180,24 +191,6 @@ class _WithVersions:
         body = json.dumps({**json.loads(self._body), "kvparams_versions": SUPPORTED_VERSIONS}).encode()
         await self._send({**self._start, "headers": _with_length(self._start["headers"], len(body))})
         await self._send({"type": "http.response.body", "body": body})
-
-
-async def _read(receive: Receive) -> tuple[bytes, Message]:
-    """Returns the body of a request, and the last message, which says whether the client has left."""
-    parts: list[bytes] = []
-    while True:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        if message["type"] != "http.request" or not message.get("more_body"):
-            return b"".join(parts), message
-
-
-async def _refuse(send: Send, message: str, param: str) -> None:
-    error = {"message": message, "type": "invalid_request_error", "param": param, "code": None}
-    body = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 400, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:

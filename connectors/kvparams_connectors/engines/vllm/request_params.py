@@ -48,6 +48,11 @@ class RequestParams:
         """Returns whether the KV is promised to be stored."""
         return self.params is not None and self.params.phase == "decode"
 
+    @property
+    def load_keys(self) -> Sequence[str]:
+        """Returns the keys of promised KV; empty without such a promise."""
+        return () if self.params is None or not self.is_decode else self.params.load_keys or ()
+
 
 def read_request_params(
     kv_transfer_params: Mapping[str, object] | str | None,

@@ -296,7 +296,9 @@ class SchedulerState:
                 # Where promises are broken, by a store that is full for one, the next are not waited for so long.
                 self._promise_s = self._rules.promise_s if kept else max(self._promise_s / 4, _LEAST_PROMISE_S)
                 entry.patient_until = None
-            return max(hit.tokens, promised) if self._fails(entry) else hit.tokens
+            if not self._fails(entry):
+                return hit.tokens
+            return max(hit.tokens, promised or self._failing(entry, plan))
         if entry.lookup is None and self._clock() >= entry.again_at:
             entry.again_at = self._clock() + _AGAIN_S
             entry.lookup = self._search.look_up(plan)
@@ -316,13 +318,18 @@ class SchedulerState:
         return entry.patient_until is not None and self._clock() < entry.patient_until
 
     def _promised(self, entry: RequestState, plan: GroupedPlan) -> int:
-        params = entry.request_params.params
-        if params is None or not entry.request_params.is_decode or not params.load_keys:
-            return 0
-        promised = plan.promised(params.load_keys)
-        if not promised and plan.pages and params.on_load_failure == "fail":
-            return plan.pages[-1].end  # keys of somebody else's making stand for KV that is not here
-        return promised
+        """Returns up to where the sequence is promised by keys that this engine knows."""
+        keys = entry.request_params.load_keys
+        return plan.promised(keys) if keys else 0
+
+    def _failing(self, entry: RequestState, plan: GroupedPlan) -> int:
+        """Returns up to where a request fails for keys that this engine does not know.
+
+        They stand for KV that is not here and will not come, so nobody waits for it.
+        """
+        told = entry.request_params
+        fails = told.params is not None and told.params.on_load_failure == "fail" and bool(told.load_keys)
+        return plan.pages[-1].end if fails and plan.pages else 0
 
     def _fails(self, entry: RequestState) -> bool:
         """Returns whether the request fails where promised KV is not stored: the document may ask to recompute it.
