@@ -1,334 +1,363 @@
-// A store proxy in Go, written from spec/draft/store-proxy.md and the conformance kit alone.
-//
-//	go build -o store_proxy . && ./store_proxy -port 8100 -prefill http://a:8000 -decode http://b:8000
+// Command storeproxy stands between clients of OpenAI's API and two kinds of engines, which share KV through a store.
 package main
 
 import (
 	"bufio"
-	"bytes"
-	"context"
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/binary"
 	"encoding/json"
-	"errors"
 	"flag"
 	"fmt"
 	"io"
+	"log"
+	"math"
+	"net"
 	"net/http"
-	"net/url"
 	"regexp"
 	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
+	"unicode/utf8"
 )
 
-const tries, maxBody, maxAnswer, prefillTime = 3, 16 << 20, 64 << 20, 10 * time.Minute
+const (
+	maxBody = 64 << 20 // of a client's body, and of an engine's answer (draft#17.17)
+	// steering matches the paths of what a client may not say (draft#12.1), legChanges what a prefill leg does not keep.
+	steering = `((vllm_xargs|sampling_params\.extra_args|nvext)\.)?((kv|ec)_transfer_params|kv_hints?|routing|rid|` +
+		`disaggregated_params|disagg_prefill_resp|bootstrap_(host|port|room|pair_key|info)|decode_tp_size|request_id|` +
+		`routed_dp_rank|data_parallel_rank|disagg_prefill_dp_rank|session_params|cache_hit_threshold|prefill_result|` +
+		`prefix_prompt_ids|kvcache_(load|store)_keys|encoder_result|mm_hashes|mm_content_hashes)|nvext\.(token_data|` +
+		`annotations|session_control|(?s:.*)(worker_ids?|instance_id|dp_rank))|messages\[\]\.content\[\]\.uuid`
+	nothing    = `\z.` // matches no path
+	legChanges = `max_tokens|max_completion_tokens|stream|ignore_eos|stream_options|stop|stop_token_ids|min_tokens|n|` +
+		`best_of|logprobs|top_logprobs|prompt_logprobs|echo|structured_outputs|response_format`
+)
 
-var forbidden = list(`kv_transfer_params ec_transfer_params kv_hints kv_hint disaggregated_params disagg_prefill_resp
-	bootstrap_host bootstrap_port bootstrap_room bootstrap_pair_key decode_tp_size routed_dp_rank data_parallel_rank
-	disagg_prefill_dp_rank session_params rid request_id cache_hit_threshold prefix_prompt_ids kvcache_load_keys
-	kvcache_store_keys prefill_result bootstrap_info encoder_result routing mm_hashes mm_content_hashes`)
-var answerAlone = list(`stream_options stop stop_token_ids min_tokens n best_of logprobs top_logprobs prompt_logprobs echo
-	structured_outputs response_format`)
-var places = list(`.vllm_xargs .sampling_params.extra_args .nvext`)
-var nvext = regexp.MustCompile(`^(backend_instance_id|token_data|annotations|session_control|.*(worker_id|instance_id|worker_ids|dp_rank))$`)
-var media = regexp.MustCompile(`^\.messages\.\d+\.content\.\d+$`)
-var safeID = regexp.MustCompile(`^[A-Za-z0-9._-]{1,128}$`)
-var version = regexp.MustCompile(`^1\.(0|[1-9][0-9]{0,3})$`)
-var address = regexp.MustCompile(`\d+\.\d+\.\d+\.\d+|:\d{2,5}\b`)
-var known = regexp.MustCompile(`^((producer|consumer)(\.(id|incarnation|address))?|lease(\.ttl_ms)?|transfer(\.(id|attempt))?|prefix|load_keys|version|request_id|phase|mode|isolation|usage)$`)
-var errLeg = errors.New("a leg has failed")
+var (
+	re        = regexp.MustCompile
+	clientID  = re(`^[A-Za-z0-9._-]{1,128}$`)
+	noID      = re(`___(prefill|decode)_addr_`)
+	version   = re(`^"1\.(0|[1-9][0-9]{0,3})"$`)
+	handedOn  = re(`"(producer|prefix|load_keys|lease)(\.[^"]*)?"`)
+	halfPair  = re(`\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|u([dD][89a-fA-F])..|.)`) // in the group
+	loopback  = re(`(?i)^(localhost|(::ffff:)?127(\.\d+){3}|::1)$`)
+	paramName = re(`^[a-z_]+$`)
+	refusal   = re(`^400 kv_transfer_params(\.|$)`) // of what the proxy has added (draft#17.23)
+	lastEvent = re(`^data:\s*\[DONE\]\s*$`)
+	tokenIDs  = re(`^\[[\s\d,]+\]$`)
+	// types has the members of section 3 by the form of their values; those with "!" are required (draft#3.3).
+	types = map[*regexp.Regexp]string{
+		re(`^"`): `version! request_id! transfer.id! phase! mode! producer.id! producer.incarnation producer.address
+			consumer.id! consumer.incarnation consumer.address on_load_failure isolation.cache_salt isolation.lora
+			signature.alg! signature.kid! signature.aud! signature.nonce! signature.native! signature.value!
+			prefix.packed prefix.digest`,
+		re(`^\d+$`): `transfer.attempt! lease.ttl_ms! usage.prompt_tokens usage.cached_tokens usage.computed_tokens
+			usage.loaded_tokens usage.loaded_bytes usage.saved_tokens usage.saved_bytes signature.iat! signature.exp!
+			prefix.count!`,
+		re(`^\{`):                               `transfer! producer consumer lease isolation usage signature extensions`,
+		re(`^\[\s*("([^"\\]|\\.)*"[\s,]*)*\]$`): `store_keys load_keys must_understand`,
+		re(`^\[[\s\d,]*\]$`):                    `prefix.ids`, re(`^(\{|\[[\s\d,]*\]$)`): `prefix`,
+	}
+	engines   = map[string][]string{} // the URLs of engines, by their phase
+	run       [16]byte                // random, and different in every run; with count it makes an id (draft#3.15)
+	count     atomic.Uint64
+	transport = &http.Transport{DisableCompression: true, ResponseHeaderTimeout: 300 * time.Second}
+)
 
-type engine struct{ name, url string }
-type refusal struct {
+// A failure is thrown by require and caught by try. After the status 503 another engine is tried (draft#17.22).
+type failure struct {
 	status         int
 	message, param string
 }
-type exchange struct {
-	context             context.Context
-	path, requestID, id string
-	headers             http.Header
-	body                string
-}
-type handoff struct {
-	result, details string
-	producer        engine
-	ttl             int
-	came            time.Time
-	critical        []string
+
+// require throws a failure unless the condition holds.
+func require(condition bool, status int, message string) {
+	if !condition {
+		panic(&failure{status, message, ""})
+	}
 }
 
-var engines = map[string][]engine{}
-var transfers int64
-var run = randomID()
-var client = &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DisableCompression: true}}
-
-func (r *refusal) Error() string { return r.message }
-
-func list(text string) members {
-	found := members{}
-	for _, word := range strings.Fields(text) {
-		found[word] = ""
+// parse reads one object in JSON, and throws the status for what draft#3.1 and draft#17.7 forbid. It gives the object
+// without the members whose paths match drop, otherwise byte for byte (draft#17.1), and all values by their paths.
+func parse(text, drop string, status int) (kept string, values map[string]string) {
+	text = strings.Trim(text, " \t\r\n")
+	valid := utf8.ValidString(text) && json.Valid([]byte(text)) // which counts 10,000 levels
+	require(valid && text[0] == '{', status, "this is not an object in JSON")
+	for _, escape := range halfPair.FindAllStringSubmatch(text, -1) {
+		require(escape[1] == "", status, "there is half a surrogate pair")
 	}
-	return found
+	dropped, reader := regexp.MustCompile(`^(`+drop+`)$`), json.NewDecoder(strings.NewReader(text))
+	reader.UseNumber()
+	done, out, values := int64(0), make([]byte, 0, len(text)), map[string]string{}
+	next := func() json.Token { // copies a token and what stands before it
+		token, _ := reader.Token()
+		out, done = append(out, text[done:reader.InputOffset()]...), reader.InputOffset()
+		return token
+	}
+	var read func(path string)
+	read = func(path string) {
+		from := done
+		token, seen, first := next(), map[json.Token]bool{}, true
+		number, isNumber := token.(json.Number)
+		_, err := number.Float64()
+		tooLarge := err != nil && strings.ContainsAny(number.String(), ".eE")
+		require(!isNumber || !tooLarge, status, "there is a number that no double holds")
+		open, nested := token.(json.Delim)
+		for nested && reader.More() {
+			if offset := reader.InputOffset(); first && text[offset] == ',' {
+				done = offset + 1 // what stood before the comma is dropped
+			}
+			start, inner := len(out), fmt.Sprintf("%.100s[]", path) // paths stay short: no rule is about longer ones
+			if open == '{' {
+				name := next()
+				require(!seen[name], status, "a name stands twice in one object")
+				seen[name], inner = true, strings.TrimPrefix(fmt.Sprintf("%.100s.%s", path, name), ".")
+			}
+			read(inner)
+			gone := dropped.MatchString(inner)
+			if first = first && gone; gone {
+				out = out[:start]
+			}
+		}
+		if nested {
+			next()
+		}
+		values[path] = strings.TrimLeft(text[from:done], ",: \t\r\n")
+	}
+	read("")
+	return string(out), values
 }
 
-func serve(w http.ResponseWriter, r *http.Request) {
-	x := &exchange{context: r.Context(), path: r.URL.Path, requestID: r.Header.Get("X-Request-Id"), headers: r.Header}
-	if !safeID.MatchString(x.requestID) || strings.Contains(x.requestID, "___prefill_addr_") || strings.Contains(x.requestID, "___decode_addr_") {
-		x.requestID = randomID()
+// add writes more members at the end of an object.
+func add(object, members string) string {
+	return "{" + strings.TrimPrefix(strings.TrimSpace(object[1:len(object)-1])+", "+members, ", ") + "}"
+}
+
+// decoded gives the text that a value in JSON stands for, and none for a value that is no text.
+func decoded(value string) (text string) {
+	_ = json.Unmarshal([]byte(value), &text)
+	return text
+}
+
+// whole reads a body of at most maxBody (draft#17.17), and throws the status for another one.
+func whole(body io.Reader, status int) string {
+	text, err := io.ReadAll(io.LimitReader(body, maxBody+1))
+	require(err == nil && len(text) <= maxBody, status, "a body is too long, or not whole")
+	return string(text)
+}
+
+// A request is a client's without what it may not say, with what its documents have, and what prefill has answered.
+type request struct {
+	*http.Request
+	id, body, isolation, transfer, details string
+	values, result                         map[string]string // by their paths: of the body, of the prefill_result
+	own                                    map[string]string // members of documents that an answer may leave out
+	until                                  time.Time         // the end of the lease
+	number, attempt                        uint64            // of the request in this run, and of its try
+	started                                bool              // whether the client has got bytes of a stream
+}
+
+// receive reads a client's request, with its salt (draft#17.11) and the prefix of a prompt of token ids (draft#17.9).
+func (q *request) receive() {
+	known := q.Method == "POST" && (q.URL.Path == "/v1/completions" || q.URL.Path == "/v1/chat/completions")
+	require(known, 404, "only POST to /v1/completions and /v1/chat/completions is answered")
+	q.body, q.values = parse(whole(q.Body, 413), steering, 400)
+	if salt := q.values["cache_salt"]; strings.HasPrefix(salt, `"`) {
+		q.isolation = `, "isolation": {"cache_salt": ` + salt + `}`
 	}
-	w.Header().Set("X-Request-Id", x.requestID)
-	raw, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxBody))
-	if err == nil {
-		x.body, err = parse(raw)
+	var ids []uint32
+	if prompt := q.values["prompt"]; tokenIDs.MatchString(prompt) && json.Unmarshal([]byte(prompt), &ids) == nil {
+		digest := sha256.New()
+		_ = binary.Write(digest, binary.LittleEndian, ids)
+		q.own["prefix"] = fmt.Sprintf(`, "prefix": {"count": %d, "digest": "sha256:%x"}`, len(ids), digest.Sum(nil))
 	}
-	if err != nil || r.Method != "POST" {
-		answerError(w, &refusal{400, "the body must be one object in JSON, without a name twice", ""})
+}
+
+// send sends the leg of a phase with its document, and gives an answer of the status 200. Others throw a failure.
+func (q *request) send(phase, role, body, members string, limit time.Duration) *http.Response {
+	number := (q.number + q.attempt) % uint64(len(engines[phase]))
+	q.own[role] = fmt.Sprintf(`, "%s": {"id": "%s-%d"}`, role, phase, number)
+	body = add(body, fmt.Sprintf(`"kv_transfer_params": {"kvparams": {"version": "1.0", "request_id": "%s", `+
+		`"transfer": %s, "phase": "%s", "mode": "store"%s%s%s}}`,
+		q.id, q.transfer, phase, q.own[role], q.isolation, members))
+	url := engines[phase][number] + q.URL.Path
+	leg, err := http.NewRequestWithContext(q.Context(), "POST", url, strings.NewReader(body)) // draft#17.25
+	require(err == nil, 500, "the leg cannot be made")
+	leg.Header = http.Header{"Content-Type": {"application/json"}, "X-Request-Id": {q.id}}
+	for _, name := range []string{"Traceparent", "Tracestate", "Authorization"} { // draft#17.6
+		leg.Header[name] = q.Header[name]
+	}
+	stay := func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }
+	response, err := (&http.Client{Transport: transport, Timeout: limit, CheckRedirect: stay}).Do(leg)
+	require(err == nil, 503, "no engine has answered")
+	if response.StatusCode == 200 {
+		return response
+	}
+	defer response.Body.Close()
+	require(response.StatusCode/100 == 4, 503, "no engine could do it")
+	var said struct{ Error struct{ Param string } }
+	_ = json.Unmarshal([]byte(whole(response.Body, 503)), &said)
+	status, param := response.StatusCode, said.Error.Param
+	ours := refusal.MatchString(fmt.Sprint(status, " ", param)) ||
+		q.Header.Get("Authorization") == "" && (status == 401 || status == 403)
+	require(!ours, 502, "an engine has refused what the proxy has added")
+	panic(&failure{status, "an engine has refused the request", paramName.FindString(param)}) // draft#17.24
+}
+
+// prefill sends the prefill leg (draft#17.2, draft#17.3), and checks the answer before anything of it is used.
+func (q *request) prefill() {
+	leg, _ := parse(q.body, legChanges, 400)
+	leg = add(leg, `"max_tokens": 1, "stream": false, "ignore_eos": true`)
+	if q.values["max_completion_tokens"] != "" {
+		leg = add(leg, `"max_completion_tokens": 1`)
+	}
+	response := q.send("prefill", "producer", leg, q.own["prefix"], 300*time.Second)
+	defer response.Body.Close()
+	text, received, known := whole(response.Body, 503), time.Now(), map[string]bool{}
+	_, answer := parse(text, nothing, 503)
+	q.details = answer["usage.prompt_tokens_details"]
+	_, q.result = parse(answer["kv_transfer_params.kvparams"], nothing, 502) // draft#17.13
+	require(version.MatchString(q.result["version"]), 502, "a prefill engine has sent no document of version 1")
+	for form, names := range types {
+		for _, name := range strings.Fields(names) {
+			path := strings.TrimSuffix(name, "!")
+			parent, value := q.result[strings.TrimSuffix(path[:strings.LastIndex("."+path, ".")], ".")], q.result[path]
+			absent := (path == name || !strings.HasPrefix(parent, "{")) && (value == "" || value == "null")
+			require(absent || form.MatchString(value), 502, "a prefill engine has sent a broken document")
+			known[path] = true
+		}
+	}
+	told := fmt.Sprintf(`{"id": "%s", "attempt": %s}`, decoded(q.result["transfer.id"]), q.result["transfer.attempt"])
+	fits := told == q.transfer && decoded(q.result["request_id"]) == q.id && decoded(q.result["mode"]) == "store"
+	require(fits && decoded(q.result["phase"]) == "prefill_result", 502, "a prefill engine has sent another document")
+	var names []string
+	_ = json.Unmarshal([]byte(q.result["must_understand"]), &names)
+	for _, name := range names {
+		require(known[name], 502, "a prefill engine wants something to be understood that is not known here")
+	}
+	if address := decoded(q.result["producer.address"]); address != "" {
+		host, _, err := net.SplitHostPort(address)
+		own := response.Request.URL.Hostname()
+		same := strings.EqualFold(host, own) || loopback.MatchString(host) && loopback.MatchString(own)
+		require(err == nil && same, 502, "a prefill engine has sent the address of another host")
+	}
+	lease, err := time.ParseDuration(q.result["lease.ttl_ms"] + "ms")
+	if err != nil {
+		lease = 24 * time.Hour // there is none
+	}
+	q.until = received.Add(lease)
+}
+
+// decode sends the decode leg with what the prefill_result hands on (draft#17.14), and passes the answer on.
+func (q *request) decode(w http.ResponseWriter) {
+	members, left := "", time.Until(q.until)
+	require(left > 0, 503, "the lease of the KV is over")
+	for _, name := range []string{"producer", "prefix", "load_keys", "lease"} {
+		value := q.result[name]
+		if name == "lease" && strings.HasPrefix(value, "{") {
+			value, _ = parse(value, "ttl_ms", 502)
+			value = add(value, fmt.Sprintf(`"ttl_ms": %.0f`, math.Max(1, math.Floor(left.Seconds()*1000)))) // draft#17.16
+		}
+		if value != "" {
+			members += fmt.Sprintf(`, "%s": %s`, name, value)
+		} else {
+			members += q.own[name]
+		}
+	}
+	if names := handedOn.FindAllString(q.result["must_understand"], -1); names != nil { // draft#6.9
+		members += `, "must_understand": [` + strings.Join(names, ", ") + `]`
+	}
+	response := q.send("decode", "consumer", q.body, members, 0)
+	defer response.Body.Close()
+	if !strings.HasPrefix(response.Header.Get("Content-Type"), "text/event-stream") {
+		_, _ = io.WriteString(w, q.public(whole(response.Body, 503)))
 		return
 	}
-	x.body = without(x.body, "")
-	var kv *handoff
-	for attempt := 1; attempt <= tries; attempt++ {
-		x.id = fmt.Sprintf("%s-%d", run, atomic.AddInt64(&transfers, 1))
-		err = nil
-		if kv == nil || time.Since(kv.came) >= time.Duration(kv.ttl)*time.Millisecond {
-			kv, err = x.prefill(attempt)
+	lines := bufio.NewScanner(response.Body)
+	lines.Buffer(nil, maxBody)
+	for done := false; !done; q.started = true { // each line as it comes (draft#17.18)
+		require(lines.Scan(), 503, "the stream of an engine has ended early") // draft#17.19
+		line := lines.Text()
+		if done = lastEvent.MatchString(line); done {
+			line += "\n"
+		} else if strings.HasPrefix(line, "data:") {
+			line = "data: " + q.public(line[len("data:"):])
 		}
-		if err == nil {
-			err = x.decode(attempt, kv, w)
-		}
-		if err != errLeg || r.Context().Err() != nil {
-			break
-		}
-	}
-	if r.Context().Err() == nil && err != nil {
-		answerError(w, err)
-	}
-}
-
-func (x *exchange) document(attempt int, phase string, more members) string {
-	made := members{"version": `"1.0"`, "request_id": quote(x.requestID), "phase": quote(phase), "mode": `"store"`,
-		"transfer": fmt.Sprintf(`{"id":%q,"attempt":%d}`, x.id, attempt)}
-	var ids []uint32
-	if json.Unmarshal([]byte(get(x.body, "prompt")), &ids) == nil && len(ids) > 0 {
-		packed := new(bytes.Buffer)
-		binary.Write(packed, binary.LittleEndian, ids)
-		made["prefix"] = fmt.Sprintf(`{"count":%d,"digest":"sha256:%x"}`, len(ids), sha256.Sum256(packed.Bytes()))
-	}
-	if salt := get(x.body, "cache_salt"); salt != "" && salt != "null" {
-		made["isolation"] = `{"cache_salt":` + salt + "}"
-	}
-	for name, text := range more {
-		made[name] = text
-	}
-	return `{"kvparams":` + edit("{}", made) + "}"
-}
-
-func (x *exchange) prefill(attempt int) (*handoff, error) {
-	to := take("prefill")
-	changes := members{"max_tokens": "1", "stream": "false", "ignore_eos": "true"}
-	for name := range answerAlone {
-		changes[name] = ""
-	}
-	if get(x.body, "max_completion_tokens") != "" {
-		changes["max_completion_tokens"] = "1"
-	}
-	changes["kv_transfer_params"] = x.document(attempt, "prefill", members{"producer": `{"id":` + quote(to.name) + "}"})
-	bounded, cancel := context.WithTimeout(x.context, prefillTime)
-	defer cancel()
-	answered, err := x.send(bounded, to, changes)
-	if err != nil {
-		return nil, err
-	}
-	body, err := x.read(answered)
-	if err != nil {
-		return nil, err
-	}
-	kv := &handoff{result: get(body, "kv_transfer_params", "kvparams"), details: get(body, "usage", "prompt_tokens_details"), producer: to, ttl: 600_000, came: time.Now()}
-	if !kv.fits(x, attempt) {
-		return nil, &refusal{502, "the prefill engine's answer is not one to this leg", ""}
-	}
-	return kv, nil
-}
-
-func (kv *handoff) fits(x *exchange, attempt int) bool {
-	var found struct {
-		Version, Phase, Mode string
-		RequestID            string `json:"request_id"`
-		Transfer             struct {
-			ID      string
-			Attempt int
-		}
-		Lease *struct {
-			TTL int `json:"ttl_ms"`
-		}
-		Keys     []string `json:"load_keys"`
-		Producer *struct{ ID, Address string }
-		Critical []string `json:"must_understand"`
-	}
-	if json.Unmarshal([]byte(kv.result), &found) != nil || !version.MatchString(found.Version) || found.Phase != "prefill_result" || found.Mode != "store" ||
-		found.RequestID != x.requestID || found.Transfer.ID != x.id || found.Transfer.Attempt != attempt {
-		return false
-	}
-	if found.Lease != nil {
-		kv.ttl = found.Lease.TTL
-	}
-	own, _ := url.Parse(kv.producer.url)
-	if kv.ttl < 1 || kv.ttl > 86_400_000 || found.Producer != nil && (found.Producer.ID == "" || found.Producer.Address != "" && !strings.HasPrefix(found.Producer.Address, own.Hostname()+":")) {
-		return false
-	}
-	for _, name := range found.Critical {
-		if !known.MatchString(name) {
-			return false
-		}
-		if strings.Contains(" producer prefix load_keys lease ", " "+strings.Split(name, ".")[0]+" ") {
-			kv.critical = append(kv.critical, quote(name))
-		}
-	}
-	return true
-}
-
-func (x *exchange) decode(attempt int, kv *handoff, w http.ResponseWriter) error {
-	to, told := take("decode"), members{"producer": `{"id":` + quote(kv.producer.name) + "}"}
-	for _, name := range []string{"producer", "prefix", "load_keys", "lease"} {
-		if text := get(kv.result, name); text != "" {
-			told[name] = text
-		}
-	}
-	if lease := told["lease"]; lease != "" && lease != "null" {
-		left := kv.ttl - int((time.Since(kv.came)+time.Millisecond-1)/time.Millisecond)
-		if left < 1 {
-			left = 1
-		}
-		told["lease"] = edit(lease, members{"ttl_ms": strconv.Itoa(left)})
-	}
-	if len(kv.critical) > 0 {
-		told["must_understand"] = "[" + strings.Join(kv.critical, ",") + "]"
-	}
-	told["consumer"] = `{"id":` + quote(to.name) + "}"
-	answered, err := x.send(x.context, to, members{"kv_transfer_params": x.document(attempt, "decode", told)})
-	if err != nil {
-		return err
-	}
-	if answered.StatusCode == 200 && strings.HasPrefix(answered.Header.Get("Content-Type"), "text/event-stream") {
-		relay(answered, kv, w)
-		return nil
-	}
-	body, err := x.read(answered)
-	if err == nil {
-		answer(w, 200, kv.corrected(body))
-	}
-	return err
-}
-
-func (kv *handoff) corrected(body string) string { // an answer or an event as the client gets it
-	changes := members{"kv_transfer_params": ""}
-	if usage := get(body, "usage"); strings.HasPrefix(usage, "{") && kv.details != "" {
-		changes["usage"] = edit(usage, members{"prompt_tokens_details": kv.details})
-	}
-	return edit(body, changes)
-}
-
-func relay(answered *http.Response, kv *handoff, w http.ResponseWriter) {
-	defer answered.Body.Close()
-	w.Header().Set("Content-Type", "text/event-stream")
-	reader, done := bufio.NewReaderSize(answered.Body, 1<<20), false
-	for {
-		line, err := reader.ReadSlice('\n')
-		if err == io.EOF && len(line) == 0 {
-			break
-		} else if err != nil {
-			panic(http.ErrAbortHandler) // the client's connection breaks as the engine's did
-		}
-		data := bytes.TrimSpace(bytes.TrimPrefix(line, []byte("data:")))
-		done = done || string(data) == "[DONE]"
-		if event, err := parse(data); err == nil {
-			line = []byte("data: " + kv.corrected(event) + "\n")
-		}
-		w.Write(line)
+		w.Header().Set("Content-Type", "text/event-stream")
+		_, _ = io.WriteString(w, line+"\n")
 		w.(http.Flusher).Flush()
 	}
-	if !done {
-		io.WriteString(w, `data: {"error":{"message":"the engine broke off","type":"proxy_error"}}`+"\n\n")
-	}
 }
 
-func (x *exchange) send(until context.Context, to engine, changes members) (*http.Response, error) {
-	leg, _ := http.NewRequestWithContext(until, "POST", to.url+x.path, strings.NewReader(edit(x.body, changes)))
-	leg.Header = http.Header{"Content-Type": {"application/json"}, "X-Request-Id": {x.requestID}}
-	for _, name := range []string{"Traceparent", "Tracestate", "Authorization"} {
-		if value := x.headers.Values(name); value != nil {
-			leg.Header[name] = value
+// public gives what the client gets of an answer or an event (draft#12.2), with prefill's details (draft#17.20).
+func (q *request) public(text string) string {
+	answer, values := parse(text, "kv_transfer_params", 503)
+	require(values["error"] == "" || values["error"] == "null", 503, "an engine has failed")
+	if usage := values["usage"]; strings.HasPrefix(usage, "{") && q.details != "" {
+		answer, _ = parse(answer, "usage", 503)
+		usage, _ = parse(usage, "prompt_tokens_details", 503)
+		answer = add(answer, `"usage": `+add(usage, `"prompt_tokens_details": `+q.details))
+	}
+	return answer
+}
+
+// try makes a try of its own transfer (draft#3.7, draft#4.3) and engines. If it fails, up to two more follow it.
+func (q *request) try(w http.ResponseWriter) {
+	q.attempt++
+	defer func() {
+		thrown := recover()
+		if thrown == nil {
+			return
 		}
+		fault := thrown.(*failure)
+		param := strings.Replace(strconv.Quote(fault.param), `""`, "null", 1)
+		text := fmt.Sprintf(`{"error": {"message": %q, "type": "proxy_error", "param": %s, "code": null}}`,
+			fault.message, param) // draft#17.21
+		if q.started {
+			_, _ = io.WriteString(w, "\ndata: "+text+"\n\n")
+		} else if fault.status == 503 && q.attempt < 3 {
+			q.try(w)
+		} else {
+			w.WriteHeader(fault.status)
+			_, _ = io.WriteString(w, text)
+		}
+	}()
+	if q.attempt == 1 {
+		q.receive()
 	}
-	answered, err := client.Do(leg)
-	if err != nil {
-		return nil, errLeg
+	q.transfer = fmt.Sprintf(`{"id": "%x-%d-%d", "attempt": %d}`, run, q.number, q.attempt, q.attempt)
+	if time.Until(q.until) <= 0 { // there is no KV, or no more (draft#17.15)
+		q.prefill()
 	}
-	return answered, nil
+	q.decode(w)
 }
 
-func (x *exchange) read(answered *http.Response) (string, error) { // the body of a 200; otherwise what the status means
-	defer answered.Body.Close()
-	raw, err := io.ReadAll(io.LimitReader(answered.Body, maxAnswer+1))
-	status := answered.StatusCode
-	body, broken := parse(raw)
-	if err != nil || len(raw) > maxAnswer || status != 200 && (status < 400 || status > 499) || status == 200 && broken != nil {
-		return "", errLeg
-	} else if status == 200 {
-		return body, nil
+// serve answers a request under the client's id, or under one of its own (draft#17.5, draft#17.21).
+func serve(w http.ResponseWriter, r *http.Request) {
+	q := &request{Request: r, id: r.Header.Get("X-Request-Id"), number: count.Add(1), own: map[string]string{}}
+	if !clientID.MatchString(q.id) || noID.MatchString(q.id) {
+		q.id = fmt.Sprintf("%x-%d", run, q.number)
 	}
-	var said struct {
-		Error struct{ Message, Param string }
-	}
-	json.Unmarshal(raw, &said)
-	if strings.HasPrefix(said.Error.Param+".", "kv_transfer_params.") || x.headers.Get("Authorization") == "" && (status == 401 || status == 403) {
-		return "", &refusal{502, "an engine refuses what the proxy has sent", ""}
-	}
-	if said.Error.Message == "" || address.MatchString(said.Error.Message) {
-		said.Error.Message = "the engine refused the request"
-	}
-	return "", &refusal{status, said.Error.Message, said.Error.Param}
-}
-
-func answer(w http.ResponseWriter, status int, text string) {
+	w.Header().Set("X-Request-Id", q.id)
 	w.Header().Set("Content-Type", "application/json")
-	w.WriteHeader(status)
-	io.WriteString(w, text)
+	q.try(w)
 }
 
-func answerError(w http.ResponseWriter, err error) {
-	found := &refusal{502, "no engine has answered", ""}
-	errors.As(err, &found)
-	param := "null"
-	if found.param != "" {
-		param = quote(found.param)
-	}
-	answer(w, found.status, fmt.Sprintf(`{"error":{"message":%s,"type":"proxy_error","param":%s,"code":null}}`, quote(found.message), param))
-}
-
-func take(role string) engine {
-	return engines[role][int(atomic.LoadInt64(&transfers))%len(engines[role])] // the next one for each try
-}
-
-func randomID() string {
-	bits := make([]byte, 12)
-	rand.Read(bits)
-	return fmt.Sprintf("%x", bits)
-}
-
+// main listens on the port. An engine's name is its phase and its number.
 func main() {
-	port := flag.Int("port", 8100, "where to listen")
-	for _, role := range []string{"prefill", "decode"} {
-		role := role
-		flag.Func(role, "the URL of an engine; repeat it for each", func(text string) error {
-			engines[role] = append(engines[role], engine{fmt.Sprintf("%s-%d", role, len(engines[role])), text})
+	port := flag.Int("port", 8000, "the port to listen on")
+	for _, phase := range []string{"prefill", "decode"} {
+		phase := phase
+		flag.Func(phase, "the URL of an engine for this phase; repeat for several", func(url string) error {
+			engines[phase] = append(engines[phase], strings.TrimRight(url, "/"))
 			return nil
 		})
 	}
 	flag.Parse()
-	fmt.Println(http.ListenAndServe(fmt.Sprintf("127.0.0.1:%d", *port), http.HandlerFunc(serve)))
+	if _, err := rand.Read(run[:]); err != nil || len(engines["prefill"]) == 0 || len(engines["decode"]) == 0 {
+		log.Fatal("-prefill and -decode are needed")
+	}
+	log.Fatal(http.ListenAndServe(fmt.Sprintf(":%d", *port), http.HandlerFunc(serve)))
 }
