@@ -34,7 +34,7 @@ ALLOWED: Final[dict[str, tuple[int, str]]] = {
     "interop/vllm/calm_ranks/sitecustomize.py": (1, "it replaces `sched_yield` in an engine's processes"),
     "system/conformance/test_bad_proxies.py": (5, "programs that do nothing for ever, as proxies under test"),
     "system/conformance/test_killed_runs.py": (2, "a store and its process that do nothing for ever"),
-    "system/conformance/test_readers.py": (2, "programs that do nothing for ever, as readers under test"),
+    "system/conformance/test_readers.py": (3, "programs that do nothing for ever, as readers under test"),
     "support/connectors/stopping.py": (1, PACE),
     "support/connectors/valkey_relay.py": (2, CLIENT),
     "support/kubernetes/api_server.py": (3, PACE),
