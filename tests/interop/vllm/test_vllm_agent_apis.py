@@ -104,7 +104,11 @@ def test_conversations_are_those_of_one_engine(
                     read_answer(client.post(server.url + path, json=asked), stream=stream)
                     for server in (alone, pair.proxy)
                 )
-                assert (split.told, split.prompt_tokens) == (right.told, right.prompt_tokens), (number, turn, asked)
+                if split.told != right.told:
+                    assert stream, (number, turn, asked)
+                    assert _varies(client, alone.url + path, asked), (number, turn, asked)
+                    seen["varied"] += 1
+                assert split.prompt_tokens == right.prompt_tokens, (number, turn, asked)
                 after = [
                     _counted(engine, each, right.prompt_tokens) for engine, each in zip(engines, before, strict=True)
                 ]
@@ -121,6 +125,16 @@ def test_conversations_are_those_of_one_engine(
     assert sources["local_compute"] <= seen["turns"], sources
     assert sources["external_kv_transfer"] > 0
     assert seen["cached"] > 0
+
+
+def _varies(client: httpx.Client, url: str, asked: dict[str, Any]) -> bool:
+    """Returns whether the engine alone streams different answers to one and the same request.
+
+    vLLM 0.32.0 tells reasoning from text delta by delta: where its end comes in one delta with other tokens, it loses
+    or repeats some text. How many come in one depends on time. Conversation 149 had five answers in 80 requests.
+    """
+    answers = (read_answer(client.post(url, json=asked), stream=True) for _ in range(100))
+    return len({json.dumps(answer.told) for answer in answers}) > 1
 
 
 def _prompt_sources(engine: Server) -> Counter[str]:
