@@ -84,8 +84,9 @@ def parse_engine_metrics(text: bytes | bytearray) -> EngineMetrics:
             elif sample.value is None:
                 continue
             elif sample.name in _USAGES:
+                rank = sample.rank
                 if sample.value <= 1.0:
-                    usages[sample.rank] = max(usages.get(sample.rank, 0.0), sample.value)
+                    usages[rank] = max(usages.get(rank, 0.0), sample.value)
             else:
                 place, unit = _MOVED_PLACES[sample.name]
                 found = moved.setdefault(sample.rank, [None] * len(_MOVED))

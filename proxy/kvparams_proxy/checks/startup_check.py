@@ -18,6 +18,7 @@ from kvparams.signing.signer import Signer
 from kvparams_proxy.checks.engine_check import CheckFinding, EngineInfo, ask_engine
 from kvparams_proxy.checks.pair_check import PairTrial
 from kvparams_proxy.fleet.fleet import Fleet
+from kvparams_proxy.fleet.health import SPLIT_ROLES
 from kvparams_proxy.fleet.member import Member
 from kvparams_proxy.fleet.state_log import StateLog
 from kvparams_proxy.fleet.upstream_pools import UpstreamPools
@@ -29,7 +30,6 @@ _LOOK_S: Final = 1.0
 """The time between two looks at the fleet, and so between two requests."""
 _AGAIN_S: Final = 60.0
 """The time until a check that has failed is repeated."""
-_SPLIT: Final = frozenset((Role.PREFILL, Role.DECODE))
 
 
 class _Checked(NamedTuple):
@@ -93,13 +93,13 @@ class StartupCheck:
         """Returns a prefill and a decode member of which one has to be checked, or None if there are none now."""
         members = set(self._fleet.members)
         self._checked = {member: last for member, last in self._checked.items() if member in members}
-        if not self._fleet.needed >= _SPLIT:
+        if not self._fleet.needed >= SPLIT_ROLES:
             return None
         ready = [member for member in self._fleet.members if member.available and not self._is_shared(member)]
         due = [member for member in ready if self._is_due(member)]
         for member in due:
             role = Role.DECODE if member.instance.role is Role.PREFILL else Role.PREFILL
-            if member.instance.role not in _SPLIT or not self._has_partner(member, role):
+            if member.instance.role not in SPLIT_ROLES or not self._has_partner(member, role):
                 continue
             partners = [one for one in ready if one.instance.role is role and may_pair(one.instance, member.instance)]
             partner = next((one for one in partners if one in due), next(iter(partners), None))

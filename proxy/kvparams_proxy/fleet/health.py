@@ -8,9 +8,10 @@ from kvparams.instances import Role
 from kvparams.routing.pairing import PairKey, pair_key
 from kvparams_proxy.fleet.member import Member, MemberState
 
-__all__ = ["HealthStatus", "RoleHealth", "has_usable_pair", "health_by_role", "unserved_groups"]
+__all__ = ["SPLIT_ROLES", "HealthStatus", "RoleHealth", "has_usable_pair", "health_by_role", "unserved_groups"]
 
-_SPLIT: Final = frozenset((Role.PREFILL, Role.DECODE))
+SPLIT_ROLES: Final = frozenset((Role.PREFILL, Role.DECODE))
+"""The roles whose engines have to be paired."""
 
 
 class HealthStatus(StrEnum):
@@ -77,7 +78,7 @@ def unserved_groups(
         has_pair: see `has_usable_pair`.
     """
     gone = {role for role, found in health.items() if found.status is HealthStatus.UNAVAILABLE}
-    return [group for group in groups if group & gone or (group >= _SPLIT and not has_pair)]
+    return [group for group in groups if group & gone or (group >= SPLIT_ROLES and not has_pair)]
 
 
 def _count(members: Sequence[Member], waiting: int) -> RoleHealth:

@@ -9,6 +9,7 @@ from kvparams.routing.managers.interface import DisaggregatedRequestManager
 from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.resources import ExecutionResources
+from kvparams_proxy.fleet.health import SPLIT_ROLES
 from kvparams_proxy.picker.pick import Pick, PickOwner
 from kvparams_proxy.requests.downstream import Downstream, DownstreamObserver
 from kvparams_proxy.requests.endpoints import APIEndpoint
@@ -21,7 +22,6 @@ __all__ = ["PASSED_PATHS", "PickDownstream", "PickHandler", "pick_without_body"]
 
 PASSED_PATHS: Final = frozenset(("/v1/models", "/health", "/version"))
 """What clients may read of an engine. Others tell addresses and settings (vLLM 0.32.0: /server_info)."""
-_SPLIT: Final = frozenset((Role.PREFILL, Role.DECODE))
 
 
 class PickDownstream:
@@ -137,7 +137,7 @@ def pick_without_body(
     resources: ExecutionResources, modes: ActiveModes, path: str, request_id: str, downstream: PickDownstream
 ) -> None:
     """Picks for a request of `PASSED_PATHS`: any engine that answers clients."""
-    role = Role.DECODE if modes.roles & _SPLIT else Role.AGGREGATED
+    role = Role.DECODE if modes.roles & SPLIT_ROLES else Role.AGGREGATED
     manager = Aggregated(role=role)
     facts = downstream.restrict(RequestFacts(request_id, resources.new_id(), None, 1, 1, None, None), manager)
     inbound = ParsedRequest(facts, b"", {}, {}, stream=False)

@@ -18,7 +18,7 @@ from kvparams_proxy.errors import ProxyError
 from kvparams_proxy.execution.active_modes import ActiveModes
 from kvparams_proxy.execution.resources import ExecutionResources
 from kvparams_proxy.fleet.fleet import Fleet
-from kvparams_proxy.fleet.health import HealthStatus, has_usable_pair, unserved_groups
+from kvparams_proxy.fleet.health import SPLIT_ROLES, HealthStatus, has_usable_pair, unserved_groups
 from kvparams_proxy.fleet.registry.registry import Registry
 from kvparams_proxy.server.admin_answers import VersionAnswer
 from kvparams_proxy.server.route_helpers import error_response, require_client_of
@@ -26,7 +26,6 @@ from kvparams_proxy.server.route_helpers import error_response, require_client_o
 __all__ = ["EXCEPTION_HANDLERS", "public_routes"]
 
 _COMMON_PATH: Final = "/v1/chat/completions"
-_SPLIT: Final = frozenset((Role.PREFILL, Role.DECODE))
 
 
 def public_routes() -> list[Route]:
@@ -93,7 +92,7 @@ async def _health(request: Request) -> Response:
     if asked is None:
         has_pair = has_usable_pair(fleet.members)
         unserved = unserved_groups(fleet.role_groups, roles, has_pair=has_pair)
-        unpaired = not has_pair and any(group >= _SPLIT and group.isdisjoint(missing) for group in unserved)
+        unpaired = not has_pair and any(group >= SPLIT_ROLES and group.isdisjoint(missing) for group in unserved)
         unavailable = len(unserved) == len(fleet.role_groups)
     else:
         unserved, unpaired, unavailable = (), False, bool(missing)

@@ -27,11 +27,11 @@ _PHASES: Final = ("prefill", "decode")
 _LIMITS: Final = JSONLimits(max_bytes=8 << 20)
 """Of a member's value with a document in it: 65,536 keys of 100 characters, as many as a document may have."""
 _TEXT_LIMITS: Final = JSONLimits(max_bytes=4 << 20)
-"""Of a value that is text, which is read in one step: 12 ms."""
+"""Of a value that is text, which is read in one step."""
 _MOST_VALUES: Final = 70_000
 """In it, at any depth."""
 _ASIDE_BYTES: Final = 64 << 10
-"""A longer value is validated in a thread: with a signature the longest takes 75 ms."""
+"""A longer value is validated in a thread: with a signature it would hold up the event loop."""
 _UTF8: Final = ("utf-8", "utf-8-sig")
 
 T = TypeVar("T")
@@ -117,7 +117,7 @@ class BodyGate:
         if not isinstance(carrier, dict):
             raise InvalidParams((Problem((), "type", "should be an object"),))
         told = cast("dict[str, object]", carrier)
-        # a trio is for the connector alone
+        # A trio is for the connector alone.
         params = read_request(told, request_id="-") if DOCUMENT_KEY in told else None
         if self._verifier is not None:
             params = self._verifier.verify(told)

@@ -15,7 +15,7 @@ from kvparams.jsontext.scanner import LONGEST_TOKEN, JSONLimits
 __all__ = ["SEARCH_BYTES", "STEP_BYTES", "ValueSpan", "find_values", "may_have_member"]
 
 STEP_BYTES: Final = 64 << 10
-"""Text that is passed in one step: 2 ms of the costliest, a list of empty strings."""
+"""Text that is passed in one step."""
 _STEP_TURNS: Final = 256
 """Members, brackets and strings that are looked at in one step."""
 SEARCH_BYTES: Final = 256 << 10
